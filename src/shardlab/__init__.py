@@ -1,0 +1,1 @@
+"""Plan, train and compare sharded PyTorch runs."""
