@@ -1,0 +1,93 @@
+"""Builds and trains from overrides, as `train.py` does, without its display: what tests of correctness share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from torch.distributed.tensor import DTensor
+
+from shardlab.build import Built, build
+from shardlab.config import Config, parse
+from shardlab.data import Batch, batches
+from shardlab.sharding import make_mesh
+from shardlab.trainer import Datasets
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def config_of(*overrides: str, world_size: int | None = None, nodes: int = 1) -> Config:
+    """The config that these command-line overrides give."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=list(overrides))
+    return parse(cfg, world_size=world_size or dist.get_world_size(), nodes=nodes)
+
+
+def built_from(config: Config) -> Built:
+    mesh = make_mesh(config.sharding, device_type="cpu", world_size=dist.get_world_size())
+    return build(config, device=CPU, mesh=mesh)
+
+
+def batches_of(config: Config) -> list[list[Batch]]:
+    """This rank's micro-batches, step by step."""
+    source = batches(
+        Datasets(config).train,
+        seed=config.seed,
+        micro_batch=config.train.micro_batch,
+        micro_batches=config.accumulation.steps or 1,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        steps=config.train.steps,
+    )
+    return list(source)
+
+
+@dataclass
+class Trained:
+    """What a short run came to; equal on all ranks."""
+
+    losses: list[float]  # mean over all valid labels, before each update
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]  # full tensors, at the end
+
+
+def train_steps(*overrides: str) -> Trained:
+    """Trains as configured on the ranks that run this."""
+    config = config_of(*overrides)
+    built = built_from(config)
+    losses, norms = [], []
+    for micro_batches in batches_of(config):
+        output = built.step(micro_batches)
+        sums = torch.stack([output.loss_sum, output.valid.float()]).double()
+        dist.all_reduce(sums)
+        losses.append((sums[0] / sums[1]).item())
+        norms.append(output.grad_norm.item())
+    return Trained(losses, norms, full_weights(built.model))
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_training(got: Trained, expected: Trained, *, rtol: float = 1e-5) -> None:
+    """Losses, norms and weights agree to rounding: relative to the largest entry of each tensor."""
+    torch.testing.assert_close(got.losses, expected.losses, rtol=rtol, atol=0)
+    torch.testing.assert_close(got.grad_norms, expected.grad_norms, rtol=rtol, atol=0)
+    assert got.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=rtol * weight.abs().max().item(), msg=name)
+
+
+def assert_all_equal(results: Sequence[Trained]) -> None:
+    """All ranks agree, to the bit."""
+    for other in results[1:]:
+        assert other.losses == results[0].losses
+        assert all(torch.equal(other.weights[name], weight) for name, weight in results[0].weights.items())
