@@ -10,9 +10,10 @@ from shardlab.config import DeviceChoice
 from shardlab.errors import ConfigError
 
 # Dense peak of matrix products in FLOP/s, without sparsity, by a part of the device's name, the longest match first.
-# From NVIDIA's datasheets: A100 (SXM and PCIe alike), H100 SXM and PCIe, H200, B200 (HGX), L40S, RTX 4090 (Ada
+# From NVIDIA's datasheets: A100 (SXM and PCIe alike), H100 SXM, PCIe and NVL, H200, B200 (HGX), L40S, RTX 4090 (Ada
 # whitepaper, with fp32 accumulation).
 _PEAK_FLOPS = {
+    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12, "tf32": 417e12, torch.float32: 60e12},
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, "tf32": 378e12, torch.float32: 51e12},
     "H100": {torch.bfloat16: 989e12, torch.float16: 989e12, "tf32": 494e12, torch.float32: 67e12},
     "H200": {torch.bfloat16: 989e12, torch.float16: 989e12, "tf32": 494e12, torch.float32: 67e12},

@@ -3,40 +3,66 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 # Which collective an operator is, by a part of its name without underscores. Those in `c10d` are what
 # torch.distributed's functions call, those in `_c10d_functional` what DTensor does.
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
+
+# PyTorch has no formula for attention on a CPU, whose arguments begin as those of the GPU's kernel.
+_aten = torch.ops.aten
+_SAME_FORMULA = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 
 @dataclass
 class StepCost:
     """What one step costs one rank."""
 
-    flops: int = 0  # multiplications and additions, of matrix products and attention, with recomputation
+    flops: int = 0  # multiplications and additions, of all matrix products and attention
     recomputed_flops: int = 0  # of these, what activation checkpointing computes again
+    optimizer_flops: int = 0  # of these, the optimizer's own, such as Muon's Newton-Schulz iterations
     comm_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COLLECTIVES.values(), 0))
 
     @property
     def model_flops(self) -> int:
-        """FLOPs that the model needs; the numerator of MFU (PaLM, appendix B), which leaves recomputation out."""
-        return self.flops - self.recomputed_flops
+        """FLOPs that the model needs; the numerator of MFU (PaLM, appendix B): forward and backward, nothing twice."""
+        return self.flops - self.recomputed_flops - self.optimizer_flops
 
 
 class StepCounter(TorchDispatchMode):
     """Counts while it is entered; `cost` holds the sums.
 
-    FLOPs come from PyTorch's formulas (`torch.utils.flop_counter`). `comm_bytes` are unsharded bytes: the output of an
-    all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
+    FLOPs come from PyTorch's formulas (`torch.utils.flop_counter`): causal attention counts as if nothing were masked,
+    and fused attention's backward as five products, one of them the scores once more. `comm_bytes` are unsharded
+    bytes: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.cost = StepCost()
+        self._optimizing = False
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self):
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "_optimizing", True)),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "_optimizing", False)),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -45,11 +71,15 @@ class StepCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, out)
-        elif formula := flop_registry.get(func.overloadpacket):
+        elif FakeTensor in types:
+            pass  # DTensor works out a result's global shape; no work of this rank
+        elif formula := flop_registry.get(_SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)):
             flops = formula(*args, **kwargs, out_val=out)
             self.cost.flops += flops
+            if self._optimizing:
+                self.cost.optimizer_flops += flops
             # Backward formulas run with grad mode off; checkpointing turns it on to run a block's forward again.
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            elif torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
                 self.cost.recomputed_flops += flops
         return out
 

@@ -64,7 +64,8 @@ class Throughput:
     def take(self) -> dict[str, float] | None:
         """Figures since the last call, while paused: `step_ms`, `data_ms`, `steps_per_s`. None if no step counted."""
         interval, self._interval = self._interval, _Span()
-        self._total += interval
+        if interval.steps:  # else its seconds are those of steps that are left out
+            self._total += interval
         return _figures(interval)
 
     def total(self) -> dict[str, float] | None:

@@ -1,0 +1,130 @@
+"""What a rank keeps in memory, against sizes worked out by hand."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from shardlab.device import Cpu
+from shardlab.telemetry import MemoryMeter, reduce_over_ranks
+from shardlab.telemetry.memory import storage_nbytes
+from tests.training import CPU, batches_of, built_from, config_of
+
+RUN = (
+    "model=mlp",
+    "model.input_size=7",
+    "model.hidden_size=5",
+    "model.output_size=3",
+    "data=random_classes",
+    "data.features=7",
+    "data.classes=3",
+    "optimizer=adamw",
+)
+# fc1.weight, fc1.bias, fc2.weight, fc2.bias: none divides by two ranks.
+SHAPES = [(5, 7), (5,), (3, 5), (3,)]
+PARAMETERS = 5 * 7 + 5 + 3 * 5 + 3
+# torch.chunk's halves of dim 0: 3 and 2 rows, 2 and 1 rows. FSDP2 pads the second rank's to the first's, at its first
+# forward.
+ON_RANK = [3 * 7 + 3 + 2 * 5 + 2, 2 * 7 + 2 + 1 * 5 + 1]
+PADDED = ON_RANK[0]
+STEP_COUNTERS = 4 * len(SHAPES)  # fused Adam counts steps in one float32 for each parameter
+
+
+def test_a_shared_storage_counts_once_and_as_a_whole():
+    storage = torch.zeros(100)
+    assert storage_nbytes([storage[:10], storage[50:60], storage.view(10, 10)]) == 400
+    assert storage_nbytes([storage[:10], torch.zeros(3, dtype=torch.bfloat16)]) == 406
+    assert storage_nbytes([]) == 0
+
+
+def states_over_two_steps(*overrides: str) -> list[dict[str, int]]:
+    """Readings before the first step, after it, and after the second."""
+    config = config_of(*RUN, "train.steps=2", *overrides)
+    built = built_from(config)
+    meter = MemoryMeter(built.model, built.optimizers, Cpu(CPU))
+    readings = [dict(vars(meter.states()))]
+    for micro_batches in batches_of(config):
+        built.step(micro_batches)
+        readings.append(dict(vars(meter.states())))
+    return readings
+
+
+@pytest.mark.parametrize(("overrides", "parameters", "gradients", "state"), [
+    # A padded half of all parameters and gradients; two fp32 values for each of this rank's own rows.
+    (["sharding=full_shard"], [4 * PADDED] * 2, [4 * PADDED] * 2, [8 * ON_RANK[0], 8 * ON_RANK[1]]),
+    (["sharding=shard_grad_op"], [4 * PADDED] * 2, [4 * PADDED] * 2, [8 * ON_RANK[0], 8 * ON_RANK[1]]),
+    (["precision=bf16"], [4 * PADDED] * 2, [4 * PADDED] * 2, [8 * ON_RANK[0], 8 * ON_RANK[1]]),
+    (["precision=bf16_pure"], [2 * PADDED] * 2, [2 * PADDED] * 2, [4 * ON_RANK[0], 4 * ON_RANK[1]]),
+    (["sharding=no_shard"], [4 * PARAMETERS] * 2, [4 * PARAMETERS] * 2, [8 * PARAMETERS] * 2),
+    (["sharding=shard_optimizer"], [4 * PARAMETERS] * 2, [4 * PARAMETERS] * 2, [8 * ON_RANK[0], 8 * ON_RANK[1]]),
+])  # fmt: skip
+def test_states_of_a_run(on_ranks, overrides, parameters, gradients, state):
+    for rank, (before, first, second) in enumerate(on_ranks(2)(states_over_two_steps, *overrides)):
+        assert before["parameters"] in (parameters[rank], parameters[rank] * ON_RANK[rank] // PADDED)
+        assert (before["gradients"], before["optimizer"]) == (0, 0)
+        assert first == second
+        assert first == {
+            "parameters": parameters[rank],
+            "gradients": gradients[rank],
+            "optimizer": state[rank] + STEP_COUNTERS,
+        }
+
+
+def test_sgd_with_momentum_keeps_one_value_per_parameter(on_ranks):
+    for rank, readings in enumerate(on_ranks(2)(states_over_two_steps, "optimizer=sgd")):
+        assert readings[-1]["optimizer"] == 4 * ON_RANK[rank]
+
+
+class FakeGpu(Cpu):
+    """An allocator whose peaks the test sets."""
+
+    peaks: ClassVar[dict[str, int]] = {}
+
+    def memory_bytes(self):
+        return dict(self.peaks)
+
+    def reset_peak_memory(self):
+        self.peaks.update(allocated_peak=5, reserved_peak=50)
+
+
+def meter_on(device: Cpu) -> MemoryMeter:
+    model = torch.nn.Linear(2, 2)
+    return MemoryMeter(model, [torch.optim.SGD(model.parameters())], device)
+
+
+def test_the_runs_peak_outlives_the_intervals():
+    device = FakeGpu(CPU)
+    meter = meter_on(device)
+    device.peaks.update(allocated_peak=70, reserved_peak=80)
+    assert meter.read()["allocated_peak"] == 70
+    meter.reset_peak()
+    assert meter.read()["allocated_peak"] == 5
+    device.peaks.update(reserved_peak=90)
+    peaks = meter.run_peaks()
+    assert (peaks["allocated_peak_bytes"], peaks["reserved_peak_bytes"]) == (70, 90)
+
+
+def test_a_cpu_has_no_allocator_peaks():
+    peaks = meter_on(Cpu(CPU)).run_peaks()
+    assert peaks["allocated_peak_bytes"] is None
+    assert peaks["reserved_peak_bytes"] is None
+
+
+def test_rows_hold_gib_and_say_where_ranks_differ():
+    gib = 2**30
+    row = reduce_over_ranks(
+        [
+            {"parameters": gib, "host_rss": 3 * gib, "alloc_retries": 2, "ooms": 0},
+            {"parameters": gib, "host_rss": gib // 2, "alloc_retries": 0, "ooms": 0},
+        ]
+    )
+    assert row == {
+        "memory/parameters_gib": 1.0,
+        "memory/host_rss_gib": 3.0,
+        "memory/host_rss_gib_min": 0.5,
+        "memory/host_rss_gib_max": 3.0,
+        "memory/alloc_retries": 2,
+        "memory/alloc_retries_min": 0,
+        "memory/alloc_retries_max": 2,
+        "memory/ooms": 0,
+    }
