@@ -163,7 +163,9 @@ def parse(cfg: DictConfig, *, world_size: int, nodes: int) -> Config:
     Raises:
         ConfigError: for settings that are out of range or contradict each other.
     """
-    config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
+    # Over the schema once more: Hydra lets `+key=value` add what it lacks, and a run's config.yaml is composed without.
+    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    config: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))  # type: ignore
     _check_ranges(config)
     _check_precision(config)
     return replace(

@@ -28,7 +28,7 @@ def load_config(name_or_path: str | None, config: Any) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ConfigError('model=hf needs transformers, which is not installed: pip install "shardlab[hf]"') from error
+        raise ConfigError("model=hf needs transformers, which is not installed: pip install transformers") from error
     if (name_or_path is None) == (config is None):
         found = "neither model.name_or_path nor" if config is None else f"both model.name_or_path={name_or_path} and"
         raise ConfigError(
