@@ -116,7 +116,9 @@ class Partly(nn.Module):
 def initialized(cls: type[nn.Module]):
     with torch.device("meta"):
         model = cls()
-    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(
+        model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    )
     initialize(model, device=CPU, parameter_device=CPU, seed=0)
     return full_weights(model), dict(model.named_buffers())
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.errors import ConfigError
+from shardlab.sharding import rows_of
 
 _BLOCKS = 64  # a parameter is drawn in so many blocks of rows, or in single rows if it has fewer
 _RANDOM_OPS = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
@@ -122,10 +122,9 @@ def _materialize(model: nn.Module, *, device: torch.device, parameter_device: to
 def _targets(model: nn.Module) -> Iterator[_Target]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            _, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            yield _Target(name, parameter.shape, parameter.to_local(), offset[0])
+            mesh = parameter.device_mesh  # whose last dimension is `shard`
+            first_row = rows_of(parameter.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)).start
+            yield _Target(name, parameter.shape, parameter.to_local(), first_row)
         else:
             yield _Target(name, parameter.shape, parameter.data, 0)
     for name, buffer in model.named_buffers():

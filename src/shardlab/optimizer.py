@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlab.errors import ConfigError
+from shardlab.sharding import rows_of
 from shardlab.targets import make
 
 _DECAYS = ("constant", "linear", "cosine")
@@ -66,9 +67,7 @@ class SlicedParameters:
 
     def _rows(self, tensor: torch.Tensor, parameter: nn.Parameter) -> DTensor:
         assert self._mesh is not None
-        per_rank = -(-parameter.shape[0] // self._mesh.size())  # as torch.chunk, and so DTensor, cuts dim 0
-        first = min(self._mesh.get_local_rank() * per_rank, parameter.shape[0])
-        rows = _local(tensor).detach()[first : first + per_rank]
+        rows = _local(tensor).detach()[rows_of(parameter.shape[0], self._mesh.size(), self._mesh.get_local_rank())]
         return DTensor.from_local(
             rows, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )

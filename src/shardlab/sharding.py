@@ -57,6 +57,13 @@ def degenerate_mesh(sharding: ShardingConfig, world_size: int) -> str | None:
     return None
 
 
+def rows_of(rows: int, parts: int, index: int) -> slice:
+    """The rows that the part `index` of `parts` holds, as `torch.chunk` and so FSDP2 and DTensor cut dim 0."""
+    per_part = -(-rows // parts)
+    first = min(index * per_part, rows)
+    return slice(first, min(first + per_part, rows))
+
+
 def match_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Modules whose dotted name matches `pattern`, in the model's order; `*` stays within one name component."""
     parts = pattern.split(".")
