@@ -1,0 +1,335 @@
+"""The storage ledger: when each storage is born, resized and freed, and what it is for.
+
+It sees real tensors (a run is measured) and fake ones (a run is planned) alike, so that the two can be compared to the
+byte. What it does not see is memory that a kernel takes and gives back within one operator.
+"""
+
+import gc
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+WINDOW_STEPS = 3  # of the memory window: optimizer state is born in the first step, so later ones peak higher
+
+
+class Category(Enum):
+    """What a storage is for; the keys of `breakdown`."""
+
+    parameters = "parameters"  # this rank's shards
+    gradients = "gradients"  # reduced, this rank's shards
+    optimizer = "optimizer"
+    unsharded_parameters = "unsharded_parameters"  # gathered for compute
+    unsharded_gradients = "unsharded_gradients"  # not yet reduced
+    activations = "activations"  # made by forward and backward
+    communication = "communication"  # what collectives send and receive
+    inputs = "inputs"
+    other = "other"
+
+
+class Phase(Enum):
+    init = "init"
+    forward = "forward"
+    backward = "backward"
+    optimizer = "optimizer"
+
+
+@dataclass(eq=False)
+class Entry:
+    """One storage."""
+
+    device: str
+    stream: object  # on which it was allocated last
+    category: Category
+    size: int = 0  # bytes, now
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of one storage's size: from 0 at its birth, to 0 at its death."""
+
+    entry: Entry
+    stream: object  # on which it was allocated
+    before: int
+    after: int
+    phase: Phase
+    module: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that was allocated at a time."""
+
+    bytes: int
+    phase: Phase
+    module: str
+    breakdown: dict[str, int]  # bytes by category; they add up to `bytes`
+
+
+# FSDP2's own operators say what their arguments are (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+_COPY_IN = "fsdp::all_gather_copy_in"  # its outputs are the all-gather's buffer
+_CHUNK_CAT = "fsdp::chunk_cat"  # reads unsharded gradients, writes the reduce-scatter's buffer
+
+
+class Ledger(TorchDispatchMode):
+    """Records while it is entered, which may be several times; enter it first around `build`.
+
+    Categories may be learnt after a storage's birth (what forward made turns out to be a gathered parameter), so
+    figures are worked out from the events when they are asked for. Deaths are seen at any time, births only while
+    entered: metrics, logging and the loading of data stay out of the account.
+
+    Python's cyclic garbage is collected where a step begins, and not in between: else some tensors would live until a
+    moment that depends on what else the process does.
+    """
+
+    def __init__(self, device: torch.device, *, fake_mode: FakeTensorMode | None = None):
+        """
+        Args:
+            device: whose memory the figures are of; storages elsewhere are recorded with their device.
+            fake_mode: the mode that makes the tensors of a planned run; None for a real one.
+        """
+        super().__init__()
+        self.device = device.type
+        self.events: list[Event] = []
+        self._phase = Phase.init
+        self._born_as = Category.other
+        self._fake_mode = fake_mode
+        self._live: dict[int, tuple[weakref.ref, Entry]] = {}
+        self._paused = False
+        self._modules: list[str] = [""]  # whose forward is running, the innermost last
+        # Where autograd's sequence number stood when a forward was entered or left, and in whose forward that led.
+        self._numbers: list[int] = []
+        self._names: list[str] = []
+        self._unpatch: list[Callable[[], None]] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Learns the categories of a built model's storages, as they come; call it after `build`."""
+        self._label(model.parameters(), Category.parameters)
+        for name, module in model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
+            self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin_update(model)))
+            self._hooks.append(optimizer.register_step_post_hook(self._end_update))
+
+    def close(self) -> None:
+        """Ends the account: takes all hooks off the model, and forgets what is alive."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._live.clear()
+
+    def begin_step(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Begins a step; what it makes before the first forward are its inputs.
+
+        Args:
+            inputs: the batches. Those that lie on the device already count from now on.
+        """
+        gc.collect()
+        self._phase, self._born_as = Phase.forward, Category.inputs
+        for tensor in inputs:
+            if tensor.device.type == self.device:
+                self._track(tensor, makes_storage=True)
+
+    def peak(self, device: str | None = None) -> Peak:
+        """The most that was allocated at a time, and of what; on the ledger's device or on that of another type."""
+        device = device or self.device
+        live: Counter[Category] = Counter()
+        total = highest = 0
+        phase, module, breakdown = Phase.init, "", dict[Category, int]()
+        for event in self.events:
+            if event.entry.device != device:
+                continue
+            live[event.entry.category] += event.after - event.before
+            total += event.after - event.before
+            if total > highest:
+                highest, phase, module, breakdown = total, event.phase, event.module, dict(live)
+        return Peak(highest, phase, module, {c.value: breakdown.get(c, 0) for c in Category})
+
+    def __enter__(self) -> "Ledger":
+        if gc.isenabled():
+            gc.disable()
+            self._unpatch.append(gc.enable)
+        self._patch_resize()
+        self._patch_sharding_propagation()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        while self._unpatch:
+            self._unpatch.pop()()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
+        out = func(*args, **(kwargs or {}))
+        if self._paused:
+            return out
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, makes_storage=_makes_storage(func))
+        if func.namespace == "fsdp":
+            self._learn_from_fsdp(func.name(), args, kwargs, out)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._label(tree_leaves(out), Category.communication, only_born_as=Category.activations)
+        return out
+
+    # Births, changes of size, deaths
+
+    def _track(self, tensor: torch.Tensor, *, makes_storage: bool) -> None:
+        if tensor.is_meta or not self._is_ours(tensor):
+            return
+        storage = tensor.untyped_storage()
+        found = self._live.get(storage._cdata)
+        if found is not None and found[0]() is storage:
+            entry = found[1]
+        elif not makes_storage:
+            return  # born out of sight, such as gloo's own copy of what it reduces
+        else:
+            entry = Entry(tensor.device.type, _current_stream(tensor.device), self._born_as)
+            key = storage._cdata
+            self._live[key] = (weakref.ref(storage, lambda _: self._die(key)), entry)
+        self._resize(entry, storage.nbytes())
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is memory: in a real run fake tensors are not, in a planned one only they are."""
+        if self._fake_mode is None:
+            return not isinstance(tensor, FakeTensor)
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake_mode
+
+    def _resize(self, entry: Entry, nbytes: int) -> None:
+        if nbytes != entry.size:
+            self.events.append(Event(entry, entry.stream, entry.size, nbytes, *self._where()))
+            entry.size = nbytes
+
+    def _die(self, key: int) -> None:
+        if found := self._live.pop(key, None):
+            self._resize(found[1], 0)
+
+    def _where(self) -> tuple[Phase, str]:
+        """The phase, and the module in whose forward or backward this happens."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._phase, self._modules[-1]
+        if len(self._modules) > 1:  # a forward within backward: recomputation
+            return Phase.backward, self._modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._numbers:
+            return Phase.backward, ""
+        index = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return Phase.backward, self._names[max(index, 0)]
+
+    # Categories
+
+    def _label(self, tensors: Iterable[Any], category: Category, *, only_born_as: Category | None = None) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                found = self._live.get(_local(tensor).untyped_storage()._cdata)
+                if found is not None and only_born_as in (None, found[1].category):
+                    found[1].category = category
+
+    def _learn_from_fsdp(self, name: str, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
+        if name.startswith(_COPY_IN):
+            self._label(tree_leaves(out), Category.communication)
+        elif name.startswith(_CHUNK_CAT):
+            self._label(args[0], Category.unsharded_gradients)
+            self._label(tree_leaves((args[1:], kwargs)), Category.communication)
+
+    def _begin_update(self, model: nn.Module) -> None:
+        self._phase, self._born_as = Phase.optimizer, Category.other
+        self._label((p.grad for p in model.parameters()), Category.gradients)
+        self._label(_gathered_parameters(model), Category.unsharded_parameters)
+
+    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._label(_state(optimizer), Category.optimizer)
+
+    def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
+        if name == "":
+            self._phase, self._born_as = Phase.forward, Category.activations
+        self._modules.append(name)
+        self._note_number()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+        self._note_number()
+
+    def _note_number(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._names.append(self._modules[-1])
+
+    # What does not pass through dispatch
+
+    def _patch_resize(self) -> None:
+        """FSDP2 frees and refills unsharded parameters by `UntypedStorage.resize_`."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            if found := self._live.get(storage._cdata):
+                found[1].stream = _current_stream(torch.device(found[1].device))
+                self._resize(found[1], storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore
+        self._unpatch.append(lambda: setattr(torch.UntypedStorage, "resize_", original))
+
+    def _patch_sharding_propagation(self) -> None:
+        """DTensor works out its layouts on fake tensors of the global shape, which are no memory."""
+        name = "_propagate_tensor_meta_non_cached"
+        original = getattr(ShardingPropagator, name)
+
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            before, self._paused = self._paused, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._paused = before
+
+        setattr(ShardingPropagator, name, propagate)
+        self._unpatch.append(lambda: setattr(ShardingPropagator, name, original))
+
+
+@cache
+def _makes_storage(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator's results are new storages: views and in-place operators return those of their arguments."""
+    return all(result.alias_info is None for result in func._schema.returns)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for entry in optimizer.state.values():
+        yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
+
+
+def _gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The buffers of FSDP2 that hold unsharded parameters while they are gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
+
+
+def _current_stream(device: torch.device) -> object:
+    """The stream that an allocation belongs to; None on devices without streams."""
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).current_stream(device)
