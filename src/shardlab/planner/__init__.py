@@ -1,0 +1,1 @@
+"""Predicts memory and time of a run without its GPUs: simulated accelerator, caching-allocator model, plan."""

@@ -1,0 +1,131 @@
+"""A simulated accelerator: a device of PyTorch's that allocates nothing and computes nothing.
+
+It exists so that the trainer's own `build` and `step` run unchanged where there is no GPU, under FakeTensorMode.
+Streams and events are there because FSDP2 asks for them: which stream an allocation belongs to decides what the caching
+allocator can give it. What CUDA does otherwise than the operators' CPU paths is mapped here and nowhere else.
+
+`install` changes this process for good (`torch.accelerator`, the PrivateUse1 key): plan in a process of its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+NAME = "sim"
+
+
+class _Stream:
+    """A queue of work; only its identity matters."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        self.priority = priority
+
+    def wait_stream(self, other: "_Stream") -> None: ...
+    def wait_event(self, event: "_Event") -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return (event or _Event()).record(self)
+
+
+class _Event:
+    """A mark in a stream."""
+
+    def __init__(self, **_: Any): ...
+
+    def record(self, stream: _Stream | None = None) -> "_Event":
+        return self
+
+    def wait(self, stream: _Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Accelerator(backend_registration._DummyBackendModule):
+    """What `torch.sim` is: the functions that PyTorch looks for on a device module."""
+
+    Stream = _Stream
+    Event = _Event
+
+    def __init__(self) -> None:
+        self._streams = [_Stream()]  # the current one last
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self._streams[-1]
+
+    def set_device(self, device: Any) -> None: ...
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Stream | None) -> Iterator[None]:
+        self._streams.append(stream or self._streams[-1])
+        try:
+            yield
+        finally:
+            self._streams.pop()
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        yield
+
+
+@cache
+def install() -> torch.device:
+    """Registers the device in this process, once. Returns it."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
+    _map_generators()
+    _map_fused_kernels()
+    _map_autocast()
+    return torch.device(NAME, 0)
+
+
+def _map_generators() -> None:
+    """Lets `torch.Generator(device)` be made for the device: nothing is drawn from it."""
+    real = torch.Generator
+
+    class Generator(real):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return real.__new__(cls, "cpu" if torch.device(device).type == NAME else device)  # type: ignore[call-arg]
+
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _map_fused_kernels() -> None:
+    """Composite operators for which CUDA has one fused kernel, which saves other tensors for backward."""
+    aten = torch.ops.aten
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None and query.shape[-1] <= 256:
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    def rms_norm(input, normalized_shape, weight=None, eps=None):
+        return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+    _library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    _library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
+
+
+def _map_autocast() -> None:
+    pass
