@@ -48,25 +48,26 @@ def render() -> str:
     recorded = json.loads((RESULTS / "strategies.json").read_text())
     machine = recorded["machine"]
     lines = [
-        "| `sharding=` | parameters | gradients | optimizer | all-gather | reduce-scatter | all-reduce | tokens/s | last loss |",
+        "| `sharding=` | parameters | gradients | optimizer | peak "
+        "| all-gather | reduce-scatter | all-reduce | tokens/s |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for strategy, runs in recorded["results"].items():
         first = runs[0]
-        sizes = [first["memory"][f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")]
+        sizes = [
+            first["memory"][f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer", "allocated_peak")
+        ]
         sizes += [first["comm"][f"{name}_bytes"] for name in ("all_gather", "reduce_scatter", "all_reduce")]
         speeds = [run["perf"]["tokens_per_s"] for run in runs]
         cells = [f"`{strategy}`", *(f"{size / 2**20:.2f}" for size in sizes)]
-        cells += [
-            f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f}–{max(speeds):,.0f})",
-            f"{first['loss']['last']:.4f}",
-        ]
+        cells.append(f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f}–{max(speeds):,.0f})")
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Sizes in MiB per rank (communication per step); `llama_tiny`, fp32, AdamW, 4 processes (2 replica groups for the "
-        f"hybrids) on {machine['cores']} cores of {machine['device']}, torch {machine['torch']}, {machine['date']}. "
-        f"Tokens/s: median (range) of {REPEATS} runs; gloo between processes on one CPU says little of GPUs.",
+        "Sizes in MiB per rank: what is kept, the peak of all allocated memory, and what a step communicates. "
+        "`llama_tiny`, fp32, AdamW, 4 processes (2 replica groups for the hybrids) on "
+        f"{machine['cores']} cores of {machine['device']}, torch {machine['torch']}, {machine['date']}. "
+        f"Tokens/s: median (range) of {REPEATS} runs; processes on one CPU say little of GPUs.",
         "",
     ]
     return "\n".join(lines)

@@ -13,8 +13,13 @@ from torch.distributed.tensor import DTensor
 from shardlab.build import Built, build
 from shardlab.config import Config, parse
 from shardlab.data import Batch, batches
+from shardlab.device import Cpu
+from shardlab.distributed import Ranks
+from shardlab.interrupt import Interrupt
 from shardlab.sharding import make_mesh
-from shardlab.trainer import Datasets
+from shardlab.telemetry import Ledger
+from shardlab.tracking import Tracker
+from shardlab.trainer import Datasets, Trainer
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -67,6 +72,27 @@ def train_steps(*overrides: str) -> Trained:
         losses.append((sums[0] / sums[1]).item())
         norms.append(output.grad_norm.item())
     return Trained(losses, norms, full_weights(built.model))
+
+
+def measured_memory(*overrides: str) -> dict[str, Any]:
+    """What the trainer itself measures on this rank in the memory window: the `memory` of its summary."""
+    config = config_of(*overrides)
+    mesh = make_mesh(config.sharding, device_type="cpu", world_size=dist.get_world_size())
+    ledger = Ledger(CPU)
+    with ledger:
+        built = build(config, device=CPU, mesh=mesh)
+    trainer = Trainer(
+        config,
+        built=built,
+        ledger=ledger,
+        datasets=Datasets(config),
+        device=Cpu(CPU),
+        place=Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size()),
+        tracker=Tracker(Path()),
+        interrupt=Interrupt(),
+    )
+    trainer.fit()
+    return trainer.figures()["memory"]
 
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,11 +13,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from shardlab.errors import ConfigError
+from shardlab.planner.cluster import ClusterConfig
 from shardlab.tracking.config import TrackingConfig
 
 
 class Mode(Enum):
     train = "train"
+    plan = "plan"  # predict peak memory, on any machine
 
 
 class DeviceChoice(Enum):
@@ -143,6 +145,7 @@ class Config:
     optimizer: dict[str, Any] = MISSING
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -173,6 +176,14 @@ def parse(cfg: DictConfig, *, world_size: int, nodes: int) -> Config:
         sharding=_resolve_sharding(config.sharding, world_size=world_size, nodes=nodes),
         **_resolve_batch(config, world_size),
     )
+
+
+def check_offload(config: Config, *, on_cpu: bool) -> None:
+    """Raises ConfigError where `sharding.cpu_offload` has nowhere to offload from."""
+    if config.sharding.cpu_offload and on_cpu:
+        raise ConfigError(
+            "sharding.cpu_offload=true on a CPU run offloads nothing: set it to false, or run on CUDA devices"
+        )
 
 
 def to_dict(config: Config) -> dict[str, Any]:

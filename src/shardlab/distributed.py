@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -66,10 +66,16 @@ def process_group(place: Ranks, device: Device) -> Iterator[None]:
         dist.init_process_group(device.backend, device_id=bound, timeout=timedelta(minutes=30))
     else:
         dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
-    yield
+    try:
+        yield
+    except BaseException:
+        if not launched():  # alone: nothing to wait for, and the next job of this process needs a group too
+            dist.destroy_process_group()
+        raise
     # gloo processes that leave while others still talk to them sometimes abort ("terminate called without an active
-    # exception"); in step, they do not.
-    dist.barrier()
+    # exception"); in step, they do not. A rank that has died meanwhile takes nothing away from what this one did.
+    with suppress(RuntimeError):
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user can do something about; shown as one line, without a traceback."""
+"""How a run ends that cannot go on, and any error as one line."""
 
 
 class ConfigError(ValueError):
@@ -21,8 +21,21 @@ class RunEnded(RuntimeError):
 
     Attributes:
         exit_code: what the process should exit with.
+        interrupted: whether a signal ended it.
     """
 
     def __init__(self, status: str, exit_code: int):
         super().__init__(status)
         self.exit_code = exit_code
+        self.interrupted = status == "interrupted"
+
+
+def describe(error: BaseException) -> str:
+    """An error as one line: its class and the first line of its message; of ours, the message alone."""
+    lines = str(error).strip().splitlines() or [""]
+    if lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
+        # What a worker raised comes with its traceback as text, whose last line is like those below.
+        return lines[-1].removeprefix(f"{ConfigError.__module__}.{ConfigError.__name__}: ")
+    if isinstance(error, (ConfigError, TrainingError)):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")

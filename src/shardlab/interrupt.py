@@ -1,16 +1,22 @@
-"""SIGINT and SIGTERM: a request that the loop looks for, and a way out where the loop is stuck."""
+"""SIGINT, SIGTERM and SIGHUP: a request that the loop looks for, and a way out where the loop is stuck."""
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from shardlab.errors import Interrupted
 
 # A rank that waits in a collective for one that is gone runs no Python, and so no signal handler. It is ended after so
 # many seconds, well before torchrun sends SIGKILL (30 s).
 GRACE_SECONDS = 8.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LEFT = 0  # no signal has this number
+_previous: dict[signal.Signals, Any] = {}  # the handlers that a watch has replaced
 
 
 class Interrupt:
@@ -31,12 +37,14 @@ class Interrupt:
 
 
 @contextmanager
-def watch_signals(when_stuck: Callable[[], None]) -> Iterator[Interrupt]:
-    """Turns SIGINT and SIGTERM into a flag while it is entered (in the main thread).
+def watch_signals(when_stuck: Callable[[], int]) -> Iterator[Interrupt]:
+    """Turns SIGINT, SIGTERM and SIGHUP into a flag while it is entered (in the main thread).
+
+    One that is ignored, as `nohup` has it, stays so.
 
     Args:
         when_stuck: called in another thread, `GRACE_SECONDS` after a signal, if the block has not been left by then;
-            the process then exits.
+            the process then exits with the code that it returns.
     """
     interrupt, left = Interrupt(), threading.Event()
     read_end, write_end = os.pipe()
@@ -44,18 +52,27 @@ def watch_signals(when_stuck: Callable[[], None]) -> Iterator[Interrupt]:
 
     def handle(signum: int, frame: object) -> None:
         interrupt.signal = interrupt.signal or signum
+        # torchrun signals a DataLoader's workers too. The error that PyTorch raises in this thread for a worker that
+        # has died could interrupt the writing of the summary.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def wait() -> None:
-        received = os.read(read_end, 1)  # written by the interpreter's C handler, whatever the main thread does
-        if not received or left.wait(GRACE_SECONDS):
+        # The interpreter's C handler writes each signal's number, whatever the main thread does; those of other
+        # handlers too, such as the SIGCHLD of a DataLoader.
+        while (received := os.read(read_end, 1)[0]) not in (_LEFT, *_SIGNALS):
+            pass
+        if received == _LEFT or left.wait(GRACE_SECONDS):
             return
-        interrupt.signal = interrupt.signal or received[0]
+        interrupt.signal = interrupt.signal or received
+        code = 1
         try:
-            when_stuck()
+            code = when_stuck()
         finally:
-            os._exit(interrupt.exit_code)
+            leave(code)
 
-    previous = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            _previous[signum] = signal.signal(signum, handle)
     previous_fd = signal.set_wakeup_fd(write_end)
     watcher = threading.Thread(target=wait, name="signal watch", daemon=True)
     watcher.start()
@@ -64,8 +81,30 @@ def watch_signals(when_stuck: Callable[[], None]) -> Iterator[Interrupt]:
     finally:
         left.set()
         signal.set_wakeup_fd(previous_fd)
-        os.close(write_end)  # ends the watcher's read
+        os.write(write_end, bytes([_LEFT]))  # closing it would not do: forked processes have it open too
         watcher.join()
+        os.close(write_end)
         os.close(read_end)
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        _restore()
+
+
+def leave(code: int) -> NoReturn:
+    """Exits without the interpreter's tear-down, in which a process group whose peers are gone can abort or hang."""
+    for child in multiprocessing.active_children():  # the workers of a DataLoader
+        child.kill()
+    os._exit(code)
+
+
+def _restore() -> None:
+    while _previous:
+        signal.signal(*_previous.popitem())
+
+
+def _leave_to_parent() -> None:
+    """A forked process dies of its signals as ever, and wakes no watcher in its parent (`Pool` ends workers so)."""
+    if _previous:
+        signal.set_wakeup_fd(-1)
+        _restore()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,23 +1,26 @@
 """One job on one rank, from a parsed config to a summary; and what is said of it however it ends."""
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from shardlab.build import build
-from shardlab.config import Config, to_dict
+from shardlab.config import Config, check_offload, to_dict
 from shardlab.device import Cuda, Device, choose_device
 from shardlab.display import closing_rows, header
 from shardlab.distributed import Ranks, from_first_rank, over_ranks, process_group
-from shardlab.errors import ConfigError, Interrupted, RunEnded, TrainingError
+from shardlab.errors import ConfigError, Interrupted, RunEnded, TrainingError, describe
 from shardlab.interrupt import Interrupt, watch_signals
-from shardlab.run_folder import RunFolder, Status, describe
+from shardlab.run_folder import RunFolder, Status
 from shardlab.sharding import degenerate_mesh, make_mesh
+from shardlab.telemetry import Ledger
 from shardlab.tracking import Tracker, make_tracker
 from shardlab.trainer import Datasets, Trainer
 
@@ -41,27 +44,21 @@ def train(config: Config, *, place: Ranks, folder: RunFolder, choices: Mapping[s
         RunEnded: where the run did not complete; all has been said and written.
     """
     device = choose_device(config.device, local_rank=place.local_rank, local_world_size=place.local_world_size)
-    if config.sharding.cpu_offload and not isinstance(device, Cuda):
-        raise ConfigError(
-            "sharding.cpu_offload=true on a CPU run offloads nothing: set it to false, or train on CUDA devices"
-        )
+    check_offload(config, on_cpu=not isinstance(device, Cuda))
     torch.manual_seed(config.seed + place.rank)  # dropout and the like; initial weights have seeds of their own
     torch.set_float32_matmul_precision(config.precision.float32_matmul.value)
     with process_group(place, device):
-        if place.is_first:
-            folder.check_unused()
-        job = _Job(config, place=place, folder=RunFolder(from_first_rank(folder.path)), choices=choices)
+        folder = RunFolder(from_first_rank(folder.path))
+        folder.check_unused()
+        job = _Job(config, place=place, folder=folder, choices=choices)
         with watch_signals(job.end_from_outside) as job.interrupt:
             try:
                 return job.run(device)
-            except ConfigError as error:
-                mistake = error
-                job.refuse(error)
-            except Exception as error:
-                raise RunEnded(*job.fail(error)) from error
-        if job.interrupt.signal and not place.is_first:  # rank 0 has told it, and torchrun ends this rank
-            raise RunEnded(Status.interrupted.value, job.interrupt.exit_code)
-        raise mistake
+            except TrainingError as error:  # on all ranks alike, so they leave together
+                ended = job.end(Status.failed, str(error))
+            except BaseException as error:
+                raise job.fail(error) from error
+    raise ended
 
 
 class _Job:
@@ -75,10 +72,13 @@ class _Job:
         self.interrupt = Interrupt()
         self.tracker: Tracker | None = None
         self.trainer: Trainer | None = None
-        self._ended = threading.Lock()  # taken once, by whoever writes the end
+        self._processes: list[int] = []  # of all ranks
+        self._ended = False
+        self._ending = threading.Lock()
 
     def run(self, device: Device) -> dict[str, Any]:
         config, place, folder = self.config, self.place, self.folder
+        self._processes = over_ranks(os.getpid())  # all have looked into the folder now
         if place.is_first:
             folder.write_config(config)
             folder.write_summary({"status": Status.running.value, "world_size": place.world_size})
@@ -86,7 +86,9 @@ class _Job:
             folder.log_here(place.rank)
         mesh = make_mesh(config.sharding, device_type=device.torch_device.type, world_size=place.world_size)
         datasets = Datasets(config)
-        built = build(config, device=device.torch_device, mesh=mesh)
+        ledger = Ledger(device.torch_device)
+        with ledger:
+            built = build(config, device=device.torch_device, mesh=mesh)
         datasets.check_vocabulary(built.model)
         self.tracker = make_tracker(
             config.tracking, folder.path, config=to_dict(config), tags=self._tags(), rank=place.rank
@@ -98,6 +100,7 @@ class _Job:
         self.trainer = Trainer(
             config,
             built=built,
+            ledger=ledger,
             datasets=datasets,
             device=device,
             place=place,
@@ -106,66 +109,122 @@ class _Job:
         )
         self.trainer.fit()
         figures = _over_ranks(self.trainer.figures())
-        self._end(Status.completed, None, figures)
+        self.end(Status.completed, None, figures)
         return {"status": Status.completed.value, **figures}
 
-    def refuse(self, error: ConfigError) -> None:
-        """Notes a mistake in the config in the summary."""
+    def fail(self, error: BaseException) -> Exception:
+        """Writes and tells why this rank cannot go on. Returns what is to be raised."""
+        if isinstance(error, ConfigError):
+            return self._refuse(error)
+        try:
+            note = self._reason(error)
+        except OSError as problem:  # the disk is full, or the folder is not shared by all machines
+            note = self._note(Status.failed, f"{describe(error)}; nor can the run folder be used: {problem}")
+            if not self.place.is_first:  # nobody else will know
+                _say(note["error"])
+        figures = {"memory": note["memory"]} if note["memory"] else {}
+        return self.end(Status(note["status"]), note["error"], figures, has_traceback=True)
+
+    def end_from_outside(self) -> int:
+        """Ends the run from another thread, where the main one is stuck. Returns the process's exit code."""
+        ended = self.fail(Interrupted())
+        return ended.exit_code if isinstance(ended, RunEnded) else 1
+
+    def end(
+        self,
+        status: Status,
+        error: str | None,
+        figures: Mapping[str, Any] | None = None,
+        *,
+        has_traceback: bool = False,
+        exit_code: int | None = None,
+    ) -> RunEnded:
+        """Writes the summary and says what came of the run: once, and on rank 0 alone.
+
+        Args:
+            status: of the run.
+            error: one line.
+            figures: what the summary says otherwise than this rank measured.
+            has_traceback: whether `train.log` shows where the error was.
+            exit_code: None = what goes with the status.
+        """
+        if exit_code is None:
+            exit_code = {Status.completed: 0, Status.interrupted: self.interrupt.exit_code}.get(status, 1)
+        with self._ending:  # a second thread waits until the first one is through, since it ends the process
+            if self.place.is_first and not self._ended:
+                self._ended = True
+                summary = {"status": status.value, "error": error, "world_size": self.place.world_size}
+                self._tell({**summary, **self._figures(), **(figures or {})}, has_traceback and error is not None)
+        return RunEnded(status.value, exit_code)
+
+    def _tell(self, summary: Mapping[str, Any], has_traceback: bool) -> None:
+        try:
+            self.folder.write_summary(summary)
+        except OSError as problem:
+            log.error("summary.json could not be written: %s", problem)
+        where = str(self.folder.log_file)
+        if self.tracker is not None:
+            rows = [("traceback", where)] if has_traceback else []
+            self.tracker.finish(summary, table=rows + closing_rows(summary))
+        if summary["error"] and (self.tracker is None or self.tracker.console is None):
+            _say(summary["error"] + (f"; traceback in {where}" if has_traceback else ""))
+
+    def _refuse(self, error: ConfigError) -> Exception:
+        """A mistake that all ranks find, as a rule: rank 0 says it, and torchrun then ends the others."""
         if self.place.is_first:
-            self._end(Status.failed, str(error), {})
+            return self.end(Status.failed, describe(error), exit_code=2)
+        if self.interrupt.signal is not None:
+            return RunEnded(Status.failed.value, self.interrupt.exit_code)
+        with suppress(OSError):
+            self._reason(error)  # for the case that this rank alone finds it
+        return error
 
-    def fail(self, error: Exception) -> tuple[str, int]:
-        """Tells why this rank fails. Returns the run's status and this process's exit code."""
-        status, reason, more = self._reason(error)
-        if self.place.is_first:
-            self._end(status, reason, more)
-        return status.value, self.interrupt.exit_code if status is Status.interrupted else 1
-
-    def end_from_outside(self) -> None:
-        """Writes the end from another thread: the main one waits for a rank that is gone."""
-        if not self.place.is_first:
-            return
+    def _reason(self, error: BaseException) -> dict[str, Any]:
+        """What a rank noted first; else what has happened to this one, which it notes now."""
+        lost = _lost_a_rank(error)
         note = self.folder.first_error()
-        if note is None:
-            self._end(Status.interrupted, None, {})
-        else:
-            self._end(*_from_note(note))
-
-    def _reason(self, error: Exception) -> tuple[Status, str | None, dict[str, Any]]:
-        """Status, text and figures of a failure: another rank's if that failed first, else this one's, now noted."""
-        if isinstance(error, TrainingError):  # on all ranks alike
-            return Status.failed, str(error), {}
-        note = self.folder.first_error()
-        if note is None and _lost_a_rank(error):
-            time.sleep(1.0)  # a rank that fails writes before it leaves, yet its file may be slow to be seen here
+        if note is None and lost:
+            time.sleep(1.0)  # a rank notes before it leaves, yet its file may be slow to be seen here
             note = self.folder.first_error()
         if note is not None:
-            return _from_note(note)
-        if isinstance(error, Interrupted) or self.interrupt.signal is not None:
-            return Status.interrupted, None, {}
-        status = Status.oom if is_out_of_memory(error) else Status.failed
-        memory = {"memory": self.trainer.figures()["memory"]} if self.trainer else {}
-        self.folder.write_error(self.place.rank, status, error, **memory)
-        self.folder.log_traceback(self.place.rank, error)
-        text = describe(error)
-        if _lost_a_rank(error):
-            text = "another rank ended without a word, perhaps killed for its memory (see dmesg)"
-        print(f"rank {self.place.rank} failed: {text}; traceback in {self.folder.log_file}", file=sys.stderr)
-        return status, f"rank {self.place.rank}: {text}", memory
+            return note
+        interrupted = isinstance(error, Interrupted) or self.interrupt.signal is not None
+        if lost or (interrupted and self._gone()):  # torchrun sends SIGTERM when a rank has died
+            who = ", ".join(f"rank {rank}" for rank in self._gone()) or "another rank"
+            note = self._note(Status.failed, None)
+            note["error"] = f"{who} ended without a word, perhaps killed for its memory (see dmesg)"
+        elif interrupted:
+            note = self._note(Status.interrupted, None)
+        else:
+            note = self._note(Status.oom if is_out_of_memory(error) else Status.failed, describe(error))
+            note["memory"] = self._figures().get("memory")
+        self.folder.write_error(note)
+        if note["error"]:
+            self.folder.log_traceback(self.place.rank, error)
+        return note
 
-    def _end(self, status: Status, error: str | None, more: Mapping[str, Any]) -> None:
-        """Writes summary and display, once. On rank 0 only (elsewhere the tracker is silent)."""
-        if not self._ended.acquire(blocking=False):
-            return
-        figures = {**(self.trainer.figures() if self.trainer else {}), **more}
-        summary = {"status": status.value, "error": error, "world_size": self.place.world_size, **figures}
-        if self.place.is_first:
-            try:
-                self.folder.write_summary(summary)
-            except OSError as problem:
-                log.error("summary.json could not be written: %s", problem)
-        if self.tracker is not None:
-            self.tracker.finish(summary, table=closing_rows(summary))
+    def _note(self, status: Status, error: str | None) -> dict[str, Any]:
+        """Why this rank ends, as `error.rank<N>.json` has it."""
+        rank = self.place.rank
+        text = error and f"rank {rank}: {error}"
+        return {"time": time.time(), "rank": rank, "status": status.value, "error": text, "memory": None}
+
+    def _gone(self) -> list[int]:
+        """Ranks on this machine whose process is no more."""
+        place = self.place
+        return [
+            rank
+            for rank, process in enumerate(self._processes)
+            if rank // place.local_world_size == place.rank // place.local_world_size and not _exists(process)
+        ]
+
+    def _figures(self) -> dict[str, Any]:
+        """What is known of the run so far, whatever state it is in."""
+        try:
+            return self.trainer.figures() if self.trainer else {}
+        except Exception:
+            log.exception("the figures of the run could not be read")
+            return {}
 
     def _tags(self) -> list[str]:
         groups = ("model", "sharding", "precision", "optimizer", "accumulation", "activation")
@@ -183,23 +242,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _lost_a_rank(error: BaseException) -> bool:
+    """Whether an error of gloo or NCCL says that another rank has closed its connections."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         part in text
-        for part in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+        for part in (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "Socket closed",
+            "remote process exited",
+            "communicator was aborted",
+        )
     )
 
 
-def _from_note(note: Mapping[str, Any]) -> tuple[Status, str, dict[str, Any]]:
-    more = {"memory": note["memory"]} if "memory" in note else {}
-    return Status(note["status"]), f"rank {note['rank']}: {note['error']}", more
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _say(error: str) -> None:
+    with suppress(OSError):  # a terminal that is gone
+        print(f"error: {error}", file=sys.stderr)
 
 
 def _over_ranks(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures with each size of memory as the largest over ranks. Collective."""
+    """The figures with each size of memory as the largest over ranks, and the fullest rank's breakdown. Collective."""
     memories = over_ranks(figures["memory"])
+    fullest = max(memories, key=lambda memory: memory["allocated_peak_bytes"])
     largest = {
-        key: value if value is None else max(memory[key] for memory in memories)
-        for key, value in figures["memory"].items()
+        key: max(memory[key] for memory in memories) if isinstance(value, int) else value
+        for key, value in fullest.items()
     }
     return {**figures, "memory": largest}

@@ -3,20 +3,26 @@
 import difflib
 import logging
 import os
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from shardlab.config import parse
+from shardlab.config import Mode, parse
 from shardlab.distributed import launched, ranks
-from shardlab.errors import ConfigError, RunEnded
+from shardlab.errors import ConfigError, RunEnded, describe
+from shardlab.interrupt import leave
 from shardlab.run_folder import RunFolder
 
 # A rank above 0 that finds a mistake in the config leaves the word to rank 0, which finds it too, and waits for
@@ -25,11 +31,11 @@ _YIELD_SECONDS = 20.0
 
 # Hydra gives each process a run folder of its own; only rank 0 must have one.
 _ABOVE_RANK_0 = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-_MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
-_PRINTS_ONLY = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
+_MULTIRUN = "hydra.mode=MULTIRUN"  # what `-m` stands for
+_GROUP_OVERRIDE = re.compile(r"\+?[a-z_/]*=(null|true|false|[-+.\d]+)?$")  # of no group where its value is no name
 
 
-def main(hydra_main: Callable[[], Any]) -> None:
+def main(hydra_main: Callable[[], Any]) -> NoReturn:
     """Runs a Hydra main function as one rank.
 
     Exits with 0 for a completed run, 1 for one that failed or ran out of memory, 2 for a mistake in the config, and
@@ -37,22 +43,20 @@ def main(hydra_main: Callable[[], Any]) -> None:
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
     sys.path.append(os.getcwd())  # so that `_target_` finds the user's modules, as `python -m` would
+    mistakes = (ConfigError, HydraException, OmegaConfBaseException, ValueError, OSError)
     try:
-        if launched():
-            _prepare_arguments(sys.argv)
+        _prepare_arguments(sys.argv)
         hydra_main()
-        if _endings:
-            raise _endings[0]
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        _refuse(one_line(error))
-    except RunEnded as end:
-        _leave(end.exit_code)
+    except mistakes as error:  # none of a job's: `run` keeps those
+        _endings.insert(0, (2, one_line(error, sys.argv[1:])))
     except KeyboardInterrupt:
-        _leave(130)
+        _endings.append((130, None))
+    _leave(_endings[0][0] if _endings else 0, [mistake for _, mistake in _endings if mistake])
 
 
-# How jobs ended that did not complete. Raised within a Hydra job, Hydra would print them in its own way.
-_endings: list[ConfigError | RunEnded] = []
+# How jobs ended that did not complete: exit code, and what is yet to be said. Raised within a Hydra job, an error would
+# be printed by Hydra in its own way, and a multirun would not go on to the next job.
+_endings: list[tuple[int, str | None]] = []
 
 
 def run(cfg: DictConfig) -> dict[str, Any] | None:
@@ -63,76 +67,126 @@ def run(cfg: DictConfig) -> dict[str, Any] | None:
     """
     try:
         place, hydra = ranks(), HydraConfig.get()
+        folder = RunFolder(Path(hydra.runtime.output_dir))
+        choices = {group: str(choice) for group, choice in hydra.runtime.choices.items()}
+        # What is imported below imports FSDP, which takes seconds: a mistake found before is told without it.
+        if cfg.mode is Mode.plan:
+            from shardlab.planner.job import plan
+
+            return plan(cfg, folder=folder, choices=choices) if place.is_first else None
         config = parse(cfg, world_size=place.world_size, nodes=place.nodes)
-        from shardlab.job import (
-            train,
-        )  # imports FSDP, and all else; a mistake in the config is told without waiting for it
+        from shardlab.job import train
 
-        return train(
-            config,
-            place=place,
-            folder=RunFolder(Path(hydra.runtime.output_dir)),
-            choices={group: str(choice) for group, choice in hydra.runtime.choices.items()},
+        return train(config, place=place, folder=folder, choices=choices)
+    except (ConfigError, HydraException, OmegaConfBaseException) as mistake:
+        _endings.append((2, one_line(mistake)))
+    except RunEnded as ended:
+        _endings.append((ended.exit_code, None))
+        if ended.interrupted:
+            raise KeyboardInterrupt from None  # the jobs of a multirun that follow are not wanted either
+    except Exception:
+        traceback.print_exc()
+        _endings.append((1, None))
+    return None
+
+
+def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """A mistake in the config as one line: ours as they are, Hydra's and OmegaConf's with what they do not say.
+
+    Args:
+        error: what was raised.
+        arguments: the command line, where the error may come from it.
+    """
+    if isinstance(error, OverrideParseException):
+        *_, problem = _lines(error.message.split("See https")[0])
+        return (
+            f"{error.override} cannot be read ({problem}): write key=value, and quote it where it holds special "
+            "characters; see https://hydra.cc/docs/1.3/advanced/override_grammar/basic"
         )
-    except (ConfigError, RunEnded) as ending:
-        _endings.append(ending)
-        return None
-
-
-def one_line(error: BaseException) -> str:
-    """A mistake in the config as one line: ours as they are, Hydra's and OmegaConf's with what they do not say."""
-    if isinstance(error, ConfigError):
-        return str(error)
+    if isinstance(error, OSError) and error.filename and not isinstance(error, HydraException):
+        return f"hydra.run.dir={error.filename} cannot be made ({error.strerror}): name another folder"
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):
+        groups = [argument for argument in arguments if _GROUP_OVERRIDE.match(argument)]
+        return f"{', '.join(groups)}: a config group takes the name of one of its choices; --help lists them"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = _joined(str(error).split("Config search path")[0]).removeprefix("Error merging override ")
-    if isinstance(cause, OmegaConfBaseException):
-        parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
-        if isinstance(parent, DictConfig) and key not in parent:
-            known = [str(name) for name in parent]
-            near = difflib.get_close_matches(key, known, n=1)
-            way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            return f"{cause.full_key or key}: there is no such key; {way_out}"
-        if cause is not error:
-            text = f"{text.rstrip('.')}: {_joined((cause.msg or str(cause)).split('full_key')[0])}"
-    return text
+    if not isinstance(cause, OmegaConfBaseException):
+        return describe(error) if isinstance(error, ConfigError) else text
+    parent, full_key = getattr(cause, "parent_node", None), str(cause.full_key or cause.key)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{full_key} is missing: set {full_key}=..."
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(parent, DictConfig):
+        return no_such_key(full_key, [str(name) for name in parent])
+    reason = _joined(str(cause.msg or cause).split("full_key")[0])
+    return f"{text.rstrip('.')}: {reason}" if cause is not error else f"{full_key}: {reason}"
+
+
+def no_such_key(full_key: str, known: Sequence[str]) -> str:
+    """What to say of a key that is not among the known ones beside it."""
+    parent, _, key = full_key.rpartition(".")
+    near = difflib.get_close_matches(key, known, n=1)
+    way_out = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"{full_key}: there is no such key; {way_out}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _joined(text: str) -> str:
     """Hydra's lists of choices, one a line, as one line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
     joined = ""
-    for line in lines:
+    for line in _lines(text):
         joined += ("" if not joined else " " if joined.endswith((":", ".", ",")) else ", ") + line
-    return joined.strip(" ,")
+    return joined.strip(" ,").replace("\\'", "'")
 
 
 def _prepare_arguments(argv: list[str]) -> None:
-    """Refuses what makes no sense under torchrun, and keeps ranks above 0 from making folders or printing."""
-    flags = [argument for argument in argv[1:] if argument in _MULTIRUN]
-    if flags:
-        overrides = " ".join(argument for argument in argv[1:] if argument not in _MULTIRUN)
+    """Turns the command line into what Hydra takes on this rank.
+
+    Options may stand between overrides. Ranks above 0 make no folders and print nothing.
+
+    Raises:
+        ConfigError: for what Hydra's parser refuses, and for what makes no sense under torchrun.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help and --hydra-help list what there is")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    arguments = parser.parse_intermixed_args(argv[1:])
+    overrides = list(arguments.overrides)
+    options = [argument for argument in argv[1:] if argument not in overrides]
+    if launched() and (arguments.multirun or _MULTIRUN in overrides):
+        others = [a for a in options if a != "-m" and not a.startswith("--mu")] + [
+            a for a in overrides if a != _MULTIRUN
+        ]
         raise ConfigError(
-            f"{flags[0]} under torchrun would run the whole sweep on each rank: run `python {argv[0]} -m {overrides}`"
+            "a multirun under torchrun would run the whole sweep on each rank: run "
+            f"`python {shlex.join([argv[0], '-m', *others])}`"
         )
-    if ranks().is_first:
-        return
-    if any(argument.split("=")[0] in _PRINTS_ONLY for argument in argv[1:]):
-        sys.exit(0)
-    ours = tuple(override.split("=")[0] + "=" for override in _ABOVE_RANK_0)
-    argv[1:] = [argument for argument in argv[1:] if not argument.startswith(ours)] + _ABOVE_RANK_0
-
-
-def _refuse(message: str) -> NoReturn:
-    """Says a mistake in the config once, on rank 0, and exits with 2."""
     if launched() and not ranks().is_first:
+        if arguments.help or arguments.hydra_help or arguments.cfg or arguments.info or arguments.shell_completion:
+            sys.exit(0)
+        ours = tuple(override.split("=")[0] + "=" for override in _ABOVE_RANK_0)
+        overrides = [override for override in overrides if not override.startswith(ours)] + _ABOVE_RANK_0
+    argv[1:] = options + overrides
+
+
+def _leave(code: int, mistakes: Sequence[str]) -> NoReturn:
+    """Ends this process.
+
+    Args:
+        code: for the exit.
+        mistakes: in the config, one in each job of a multirun at most; said once, by rank 0.
+    """
+    if code == 2 and launched() and not ranks().is_first:
         time.sleep(_YIELD_SECONDS)  # ended by torchrun before; else this rank alone has found the mistake
-    print(f"error: {message}", file=sys.stderr)
-    _leave(2)
-
-
-def _leave(code: int) -> NoReturn:
-    """Exits without the interpreter's tear-down, in which a process group whose peers are gone can abort or hang."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    with suppress(OSError):  # of a pipe or a terminal that is gone
+        for mistake in mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(code)

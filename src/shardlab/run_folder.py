@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -46,21 +46,19 @@ class RunFolder:
     def write_config(self, config: Config) -> None:
         (self.path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Replaces `summary.json` in one move, so that a reader never finds half of one."""
-        draft = self.path / ".summary.json"
-        draft.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(draft, self.path / "summary.json")
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        self._write_whole("summary.json", summary)
 
-    def write_error(self, rank: int, status: Status, error: BaseException, **more: Any) -> None:
-        """Notes why this rank fails, before any other rank can notice: the earliest note is the run's reason."""
-        note = {"time": time.time(), "rank": rank, "status": status.value, "error": describe(error), **more}
-        draft = self.path / f".error.rank{rank}.json"
-        draft.write_text(json.dumps(note))
-        os.replace(draft, self.path / f"error.rank{rank}.json")
+    def write_error(self, note: Mapping[str, Any]) -> None:
+        """Notes why a rank ends, before any other rank can notice: the earliest note is the run's reason.
+
+        Args:
+            note: `time` (unix seconds), `rank`, `status`, `error` (one line that names the rank, or null), `memory`.
+        """
+        self._write_whole(f"error.rank{note['rank']}.json", note)
 
     def first_error(self) -> dict[str, Any] | None:
-        """The earliest note that a rank left, None where no rank failed."""
+        """The earliest note that a rank left, None where there is none."""
         notes = [json.loads(file.read_text()) for file in self.path.glob("error.rank*.json")]
         return min(notes, key=lambda note: note["time"], default=None)
 
@@ -76,8 +74,8 @@ class RunFolder:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
 
-
-def describe(error: BaseException) -> str:
-    """An exception as one line: its class and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    def _write_whole(self, name: str, content: Mapping[str, Any]) -> None:
+        """Replaces a file in one move, so that a reader never finds half of one."""
+        draft = self.path / f".{name}.{os.getpid()}"
+        draft.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(draft, self.path / name)

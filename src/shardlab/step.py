@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardlab.accumulation import set_gradient_sync
 from shardlab.config import Config
 from shardlab.data import IGNORE_INDEX
+from shardlab.errors import ConfigError
 from shardlab.optimizer import SlicedParameters
 from shardlab.precision import autocast
 
@@ -41,8 +42,16 @@ def loss_and_correct(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> 
 
     Returns:
         Sum of the losses over the valid labels, float32 (); number of correct predictions, int64 ().
+
+    Raises:
+        ConfigError: where the labels do not go with the logits.
     """
     logits = model(inputs)  # (..., classes), in the compute dtype
+    if labels.dtype != torch.int64 or labels.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"data: labels are {labels.dtype} of shape {tuple(labels.shape)}, but logits of shape {tuple(logits.shape)}"
+            f" need int64 of shape {tuple(logits.shape[:-1])}: change the data set or the model"
+        )
     correct = (logits.detach().argmax(-1) == labels).sum()
     loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return loss, correct

@@ -38,6 +38,6 @@ def make(key: str, config: Mapping[str, Any], *args: Any, without: Collection[st
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra puts the call's arguments behind the first line of what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """Hydra puts the call's arguments behind the first line of what went wrong, its reason sometimes on the second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

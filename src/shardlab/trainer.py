@@ -19,7 +19,7 @@ from shardlab.optimizer import make_schedulers
 from shardlab.precision import autocast, compute_dtype
 from shardlab.step import StepOutput, loss_and_correct
 from shardlab.targets import make
-from shardlab.telemetry import MemoryMeter, Quality, StepCounter, Throughput, reduce_over_ranks
+from shardlab.telemetry import Ledger, MemoryMeter, Quality, StepCounter, Throughput, reduce_over_ranks
 from shardlab.tracking import Tracker
 
 MIN_LOSS_SCALE = 2.0**-14  # the smallest normal fp16 number; a scale below it says that the loss itself is the problem
@@ -66,6 +66,7 @@ class Trainer:
         config: Config,
         *,
         built: Built,
+        ledger: Ledger,
         datasets: Datasets,
         device: Device,
         place: Ranks,
@@ -80,7 +81,7 @@ class Trainer:
         self.tracker = tracker
         self.interrupt = interrupt
         self.schedulers = make_schedulers(config.optimizer, built.optimizers, steps=config.train.steps)
-        self.memory = MemoryMeter(built.model, built.optimizers, device)
+        self.memory = MemoryMeter(built.model, built.optimizers, device, ledger)
         self.counter = StepCounter()
         self.throughput = Throughput(total_steps=config.train.steps, synchronize=device.synchronize)
         self.quality = Quality(device.torch_device)
@@ -107,12 +108,14 @@ class Trainer:
             micro_batches = next(source)
             data_seconds = time.perf_counter() - waiting
             # One step is counted: the first, which is slow anyway.
-            with self.counter if step == 1 else contextlib.nullcontext():
+            counter = self.counter if step == 1 else contextlib.nullcontext()
+            with self.memory.step(step, micro_batches), counter:
                 output = self.built.step(micro_batches)
             lr = float(self.schedulers[0].get_last_lr()[0])
             for scheduler in self.schedulers:
                 scheduler.step()
             self._accumulate(output, step)
+            del output  # or it would live through the next step, and count in its memory
             self.steps_done = step
             self.throughput.step(data_seconds)
             self.tracker.advance(step)
@@ -134,10 +137,7 @@ class Trainer:
                 "flops_per_token": cost.model_flops / self._progress_per_step() * self.place.world_size,
             },
             "comm": {f"{name}_bytes": count for name, count in cost.comm_bytes.items()},
-            "memory": {
-                **self.memory.run_peaks(),
-                **{f"{name}_bytes": nbytes for name, nbytes in vars(self.memory.states()).items()},
-            },
+            "memory": self.memory.summary(),
         }
 
     def _batches(self) -> Iterator[list[Batch]]:
@@ -156,7 +156,7 @@ class Trainer:
     def _accumulate(self, output: StepOutput, step: int) -> None:
         """Keeps a step's tensors until the next log step, on the device."""
         self.quality.update(output.loss_sum, output.correct, output.valid)
-        self._grad_norm = output.grad_norm
+        self._grad_norm.copy_(output.grad_norm)
         overflowed = ~torch.isfinite(output.grad_norm)
         if self.built.scaler.is_enabled():  # that step was skipped, and did no harm
             self._skipped += overflowed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardlab.device import Cpu
-from shardlab.telemetry import MemoryMeter, reduce_over_ranks
+from shardlab.telemetry import Ledger, MemoryMeter, reduce_over_ranks
 from shardlab.telemetry.memory import storage_nbytes
 from tests.training import CPU, batches_of, built_from, config_of
 
@@ -41,7 +41,7 @@ def states_over_two_steps(*overrides: str) -> list[dict[str, int]]:
     """Readings before the first step, after it, and after the second."""
     config = config_of(*RUN, "train.steps=2", *overrides)
     built = built_from(config)
-    meter = MemoryMeter(built.model, built.optimizers, Cpu(CPU))
+    meter = MemoryMeter(built.model, built.optimizers, Cpu(CPU), Ledger(CPU))
     readings = [dict(vars(meter.states()))]
     for micro_batches in batches_of(config):
         built.step(micro_batches)
@@ -89,7 +89,7 @@ class FakeGpu(Cpu):
 
 def meter_on(device: Cpu) -> MemoryMeter:
     model = torch.nn.Linear(2, 2)
-    return MemoryMeter(model, [torch.optim.SGD(model.parameters())], device)
+    return MemoryMeter(model, [torch.optim.SGD(model.parameters())], device, Ledger(CPU))
 
 
 def test_the_runs_peak_outlives_the_intervals():
@@ -100,14 +100,28 @@ def test_the_runs_peak_outlives_the_intervals():
     meter.reset_peak()
     assert meter.read()["allocated_peak"] == 5
     device.peaks.update(reserved_peak=90)
-    peaks = meter.run_peaks()
-    assert (peaks["allocated_peak_bytes"], peaks["reserved_peak_bytes"]) == (70, 90)
+    summary = meter.summary()
+    assert (summary["run_allocated_peak_bytes"], summary["run_reserved_peak_bytes"]) == (70, 90)
 
 
-def test_a_cpu_has_no_allocator_peaks():
-    peaks = meter_on(Cpu(CPU)).run_peaks()
-    assert peaks["allocated_peak_bytes"] is None
-    assert peaks["reserved_peak_bytes"] is None
+def test_the_windows_peak_is_that_of_its_steps_and_of_build():
+    device = FakeGpu(CPU)
+    device.peaks.update(allocated_peak=10, reserved_peak=40)  # by build
+    meter = meter_on(device)
+    device.peaks.update(allocated_peak=1000, reserved_peak=1000)  # outside: before the first step, such as W&B's start
+    for number, allocated in enumerate([20, 60, 30, 500], 1):
+        with meter.step(number, []):
+            device.peaks.update(allocated_peak=allocated, reserved_peak=allocated + 30)
+        device.peaks.update(allocated_peak=700, reserved_peak=700)  # evaluation
+    summary = meter.summary()
+    assert (summary["allocated_peak_bytes"], summary["reserved_peak_bytes"]) == (60, 90)
+    assert (summary["run_allocated_peak_bytes"], summary["run_reserved_peak_bytes"]) == (1000, 1000)
+
+
+def test_a_cpu_has_no_allocator_peaks_and_no_peak_before_a_step():
+    summary = meter_on(Cpu(CPU)).summary()
+    peaks = [summary[f"{prefix}{name}_peak_bytes"] for prefix in ("", "run_") for name in ("allocated", "reserved")]
+    assert peaks == [None] * 4
 
 
 def test_rows_hold_gib_and_say_where_ranks_differ():

@@ -4,6 +4,7 @@ import pytest
 
 from shardlab.telemetry import Throughput
 from shardlab.telemetry import throughput as module
+from shardlab.telemetry.throughput import WARMUP_STEPS
 
 
 class Machine:
@@ -50,16 +51,16 @@ def run(machine: Machine, step_seconds: list[float], *, log_after: set[int], pau
 
 
 def test_warm_up_and_pauses_are_left_out(machine):
-    rows, total = run(machine, [30.0, 20.0, 2.0, 3.0, 4.0, 5.0, 6.0], log_after={1, 4, 7})
+    rows, total = run(machine, [30.0, 25.0, 20.0, 2.0, 3.0, 4.0, 5.0, 6.0], log_after={1, 5, 8})
     assert rows[1] is None
-    assert rows[4] == pytest.approx({"step_ms": 2500, "data_ms": 250, "steps_per_s": 0.4})  # steps 3 and 4
-    assert rows[7] == pytest.approx({"step_ms": 5000, "data_ms": 500, "steps_per_s": 0.2})  # steps 5 to 7
+    assert rows[5] == pytest.approx({"step_ms": 2500, "data_ms": 250, "steps_per_s": 0.4})  # steps 4 and 5
+    assert rows[8] == pytest.approx({"step_ms": 5000, "data_ms": 500, "steps_per_s": 0.2})  # steps 6 to 8
     assert total == pytest.approx({"step_ms": 4000, "data_ms": 400, "steps_per_s": 0.25})
 
 
-@pytest.mark.parametrize("log_after", [{1, 2, 3, 4, 5}, {2, 5}, {1, 3, 5}, {5}])
+@pytest.mark.parametrize("log_after", [{1, 2, 3, 4, 5, 6}, {3, 6}, {1, 4, 6}, {6}])
 def test_the_total_does_not_depend_on_where_intervals_end(machine, log_after):
-    _, total = run(machine, [30.0, 20.0, 2.0, 3.0, 4.0], log_after=log_after)
+    _, total = run(machine, [30.0, 25.0, 20.0, 2.0, 3.0, 4.0], log_after=log_after)
     assert total == pytest.approx({"step_ms": 3000, "data_ms": 300, "steps_per_s": 1 / 3})
 
 
@@ -67,6 +68,7 @@ def test_the_total_does_not_depend_on_where_intervals_end(machine, log_after):
     ([8.0], 8000),  # nothing else to measure
     ([8.0, 3.0], 3000),
     ([8.0, 3.0, 2.0], 2000),
+    ([8.0, 3.0, 2.0, 1.0], 1000),
 ])  # fmt: skip
 def test_short_runs_measure_their_last_step(machine, step_seconds, step_ms):
     rows, total = run(machine, step_seconds, log_after={1, len(step_seconds)})
@@ -80,9 +82,9 @@ def test_nothing_waits_for_the_device_between_intervals(machine):
     for step in range(1, 7):
         machine.issue(1.0)
         throughput.step(data_seconds=0.0)
-        if step == 2:  # the clock starts with the device at rest
+        if step == WARMUP_STEPS:  # the clock starts with the device at rest
             assert machine.backlog == 0
-    assert machine.backlog == 4.0
+    assert machine.backlog == 6.0 - WARMUP_STEPS
     throughput.pause()
     assert throughput.take()["step_ms"] == pytest.approx(1000)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from shardlab.config import Config
 from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces
-from shardlab.planner.allocator_settings import AllocatorSettings
-from shardlab.planner.cluster import ClusterConfig
+from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
 from shardlab.telemetry.ledger import Category, Ledger, Phase
 
@@ -52,8 +51,9 @@ def make_plan(config: Config, cluster: ClusterConfig) -> Plan:
         ConfigError: where the run cannot be built as configured.
     """
     began = time.perf_counter()
-    simulation = simulate(config, world_size=cluster.world_size, on_cpu=cluster.on_cpu)
-    peak = _on_cpu(simulation.ledger) if cluster.on_cpu else _on_gpu(simulation.ledger, cluster)
+    on_cpu = cluster.device is ClusterDevice.cpu
+    simulation = simulate(config, world_size=cluster.world_size, on_cpu=on_cpu)
+    peak = _on_cpu(simulation.ledger) if on_cpu else _on_gpu(simulation.ledger, cluster)
     capacity = cluster.usable_bytes
     needed = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
     return Plan(
@@ -63,7 +63,7 @@ def make_plan(config: Config, cluster: ClusterConfig) -> Plan:
         fits=None if capacity is None else needed <= capacity,
         headroom_bytes=None if capacity is None else capacity - needed,
         comm={f"{name}_bytes": nbytes for name, nbytes in simulation.cost.comm_bytes.items()},
-        host_peak_bytes=0 if cluster.on_cpu else simulation.ledger.peak("cpu").bytes,
+        host_peak_bytes=0 if on_cpu else simulation.ledger.peak("cpu").bytes,
         wall_s=time.perf_counter() - began,
     )
 
@@ -76,8 +76,9 @@ def _on_cpu(ledger: Ledger) -> PlannedPeak:
 def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
     """Feeds the ledger's events to the caching allocator, in blocks of whose sizes the device's memory is used."""
     # Without a capacity: how much a run would take is the question, and whether that is there, the answer's use.
-    allocator = CachingAllocator(settings=AllocatorSettings.parse(cluster.alloc_conf))
-    workspaces = CublasWorkspaces(allocator, cluster.capability)
+    allocator = CachingAllocator(settings=cluster.allocator_settings)
+    major, minor = cluster.capability or (0, 0)
+    workspaces = CublasWorkspaces(allocator, (major, minor))
     events = [event for event in ledger.events if event.entry.device == ledger.device]
     compute_stream = next((event.stream for event in events if event.phase is Phase.forward), None)
     blocks: dict[int, Any] = {}
@@ -94,8 +95,8 @@ def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
             block = blocks.pop(key)
             live[category] -= block.size
             allocator.free(block)
-        if event.after:
-            blocks[key] = block = allocator.malloc(event.after, event.stream)
+        if block := allocator.malloc(event.after, event.stream):
+            blocks[key] = block
             live[category] += block.size
         if allocator.allocated_bytes > highest:
             highest, phase, module, breakdown = allocator.allocated_bytes, event.phase, event.module, live.copy()

@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-WARMUP_STEPS = 2  # left out of all figures: lazy initialisation, first allocations, the counted step
+from shardlab.telemetry.ledger import WINDOW_STEPS
+
+# Left out of all figures: lazy initialisation, first allocations, and the steps that are counted and kept account of.
+WARMUP_STEPS = WINDOW_STEPS
 
 
 @dataclass

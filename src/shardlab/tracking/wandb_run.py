@@ -85,16 +85,17 @@ class WandbRun:
         """
         if self._run is None:
             return
+        import wandb
+
         try:
             self._run.summary.update(dict(_flatten(summary)))
             self._run.finish(exit_code=0 if summary.get("status") == "completed" else 1)
+            wandb.teardown()  # W&B's own process would outlive this one by seconds
         except TimeoutError:
             self._to_upload = True
             self._notice(f"W&B has not got all rows after {self._cfg.finish_timeout_s:g} s; they are on disk")
         except Exception:
             self._to_upload = not self._run.offline
-            import wandb
-
             with suppress(Exception):  # its process is gone; else it complains once more when Python exits
                 wandb.teardown()
             raise

@@ -1,0 +1,91 @@
+"""Plans: equal to what the trainer measures, to the byte; and near what was published of real GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from shardlab.planner.cluster import ClusterConfig, ClusterDevice
+from shardlab.planner.plan import make_plan
+from tests.training import ROOT, config_of, measured_memory
+
+RUN = (
+    "model=llama_tiny", "model.layers=2", "data=random_tokens", "data.seq_len=64", "train.micro_batch=2",
+    "train.steps=3", "train.eval_every=0",
+)  # fmt: skip
+
+
+def planned(overrides: tuple[str, ...], world_size: int) -> dict:
+    config = config_of(*overrides, world_size=world_size)
+    return make_plan(config, ClusterConfig(device=ClusterDevice.cpu, gpus_per_node=world_size, nodes=1)).to_dict()
+
+
+@pytest.fixture(scope="module")
+def plan_alone():
+    """Plans in a process of its own, which knows nothing of a run."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda overrides, world_size: pool.submit(planned, overrides, world_size).result()
+
+
+# A part of the matrix, in which each choice meets several of the others; bench/plan_exact.py runs the whole of it.
+@pytest.mark.parametrize("overrides", [
+    "sharding=full_shard",
+    "sharding=full_shard precision=bf16 accumulation=reduce_every",
+    "sharding=full_shard precision=fp16 activation=full",
+    "sharding=full_shard activation=selective accumulation=reduce_last",
+    "sharding=full_shard precision=bf16_autocast",
+    "sharding=full_shard optimizer=muon",
+    "sharding=shard_grad_op optimizer=sgd activation=selective",
+    "sharding=shard_grad_op precision=bf16 accumulation=reduce_last",
+    "sharding=no_shard accumulation=reduce_every",
+    "sharding=no_shard precision=bf16 activation=full",
+    "sharding=shard_optimizer precision=bf16",
+    "sharding=shard_optimizer optimizer=sgd accumulation=reduce_last",
+    "sharding=hybrid_shard activation=selective accumulation=reduce_every",
+    "sharding=hybrid_shard_zero2 precision=bf16",
+])  # fmt: skip
+def test_a_plan_for_cpus_equals_the_measurement_to_the_byte(on_ranks, plan_alone, overrides):
+    run = (*RUN, *overrides.split(), *(("sharding.replicas=2",) if "hybrid" in overrides else ()))
+    world_size = 4 if "hybrid" in overrides else 2
+    measured = on_ranks(world_size)(measured_memory, *run)
+    peak = plan_alone(run, world_size)["peak"]
+    assert sum(peak["breakdown"].values()) == peak["allocated_bytes"]
+    assert max(memory["allocated_peak_bytes"] for memory in measured) == peak["allocated_bytes"]
+    assert measured[0]["breakdown"] == peak["breakdown"]
+    assert (measured[0]["phase"], measured[0]["module"]) == (peak["phase"], peak["module"])
+
+
+def test_a_model_of_another_kind_is_planned_to_the_byte_too(on_ranks, plan_alone):
+    run = ("model=mlp", "model.hidden_size=19", "data=random_classes", "train.steps=3", "train.eval_every=0")
+    measured = on_ranks(2)(measured_memory, *run)[0]
+    assert plan_alone(run, 2)["peak"]["breakdown"] == measured["breakdown"]
+
+
+def plan_by_command(folder, *overrides: str, launcher: tuple[str, ...] = ()) -> dict:
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), "mode=plan", f"hydra.run.dir={folder}", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "plan.json").read_text()) | {"screen": done.stdout}
+
+
+def test_the_published_memory_of_llama3_8b_on_8_h100_is_met_within_3_percent(tmp_path):
+    plan = plan_by_command(tmp_path, "experiment=published/torchtitan_llama3_8b_8xh100")
+    assert plan["peak"]["reserved_bytes"] / 2**30 == pytest.approx(82.4, rel=0.03)
+    assert sum(plan["peak"]["breakdown"].values()) == plan["peak"]["allocated_bytes"]
+    assert plan["fits"]
+    assert plan["world_size"] == 8
+    # Each of 32 blocks is gathered for forward and, but for the last, for backward; the root once. In bf16.
+    block, root = 218_112_000, 2 * 128_256 * 4096 + 4096
+    assert plan["comm"]["all_gather_bytes"] == 2 * (63 * block + root)
+    assert plan["comm"]["reduce_scatter_bytes"] == 4 * (32 * block + root)
+
+
+def test_torchrun_plans_once_on_rank_0(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    plan = plan_by_command(tmp_path, "model=mlp", "data=random_classes", "cluster=h200", launcher=torchrun)
+    assert plan["world_size"] == 8
+    assert plan["screen"].count("peak allocated") == 1
