@@ -135,6 +135,7 @@ def measure_memory(config: Config, place: Ranks, device: Device) -> tuple[int, i
             loss = plain.step(step[0])
         if not torch.allclose(output.loss_sum / output.valid, loss, rtol=1e-4):
             raise RuntimeError(f"the loops differ: losses {output.loss_sum / output.valid} and {loss}")
+        del output, loss  # of either, nothing counts in the next step
     return our_ledger.peak().bytes, plain_ledger.peak().bytes
 
 
@@ -174,6 +175,7 @@ def measure_speed(config: Config, place: Ranks, device: Device) -> tuple[list[fl
         trainer = InterleavedTrainer(
             config,
             built=built,
+            ledger=Ledger(device.torch_device),
             datasets=datasets,
             device=device,
             place=place,

@@ -28,7 +28,8 @@ def header(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     train, accumulation, ranks = config.train, config.accumulation, mesh.size()
     shape = " x ".join(str(n) for n in mesh.shape)
-    batch = f"{train.micro_batch} samples x {accumulation.steps} micro-batches x {ranks} ranks = {train.global_batch}"
+    micro_batches = f" x {accumulation.steps} micro-batches" if accumulation.steps != 1 else ""
+    batch = f"{train.micro_batch} samples{micro_batches} x {ranks} ranks = {train.global_batch}"
     tokens = datasets.tokens_per_sample
     rows = {
         "model": f"{choices.get('model', '')}, {format_count(count)} parameters"

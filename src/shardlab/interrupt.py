@@ -107,4 +107,4 @@ def _leave_to_parent() -> None:
         _restore()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+# os.register_at_fork(after_in_child=_leave_to_parent)
