@@ -75,7 +75,20 @@ def test_a_notice_is_said_once_on_screen_and_in_the_log(
     tracker.notice("hybrid_shard on one node is full_shard")
     tracker.finish({"status": "completed"}, table=[])
     assert capsys.readouterr().out.count("hybrid_shard on one node") == 1
-    assert [record.message for record in caplog.records] == ["hybrid_shard on one node is full_shard"]
+    said = [record.message for record in caplog.records]
+    assert said.count("hybrid_shard on one node is full_shard") == 1
+
+
+def test_what_runs_and_what_came_of_it_is_in_the_log_too(
+    track: Callable[..., Tracker], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tracker = track()
+    tracker.start(HEADER)
+    tracker.finish({"status": "completed"}, table=[("tokens/s", "8,000")])
+    said = [record.message for record in caplog.records]
+    assert said[: len(HEADER.rows)] == [f"{label}: {value}" for label, value in HEADER.rows]
+    assert said[-2:] == ["status: completed", "tokens/s: 8,000"]
 
 
 def test_what_fails_again_and_again_is_said_once_and_costs_no_row(

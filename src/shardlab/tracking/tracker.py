@@ -43,6 +43,7 @@ class Tracker:
 
     def start(self, header: RunHeader) -> None:
         """Shows what runs, and opens the W&B run."""
+        self._note_rows(header.rows)
         if self.console:
             self._try(self.console, self.console.start, header)
         for text in header.notices:
@@ -93,8 +94,15 @@ class Tracker:
             if self.wandb:
                 self._try(self.wandb, self.wandb.finish, summary)
         finally:
+            self._note_rows([("status", str(summary.get("status"))), *(row for row in table if row[0] != "status")])
             if self.console:
                 self._try(self.console, self.console.close, summary, table, self._where())
+
+    def _note_rows(self, rows: Rows) -> None:
+        """Rows of the display, in the log file too."""
+        if self.metrics:
+            for label, value in rows:
+                logger.info("%s: %s", label, value)
 
     def _where(self) -> Rows:
         return [("files", str(self.run_dir)), *(self.wandb.where() if self.wandb else [])]

@@ -1,0 +1,78 @@
+"""Plans and measures every combination of strategy, precision, accumulation, activation policy and optimizer on CPUs.
+
+    python bench/plan_exact.py             # 270 combinations, about 50 minutes on 2 cores
+    python bench/plan_exact.py --every 10  # each tenth of them
+
+Each is planned in one process and measured by the trainer in others (2 ranks, hybrids on 4). Prints those that differ,
+by a byte, and writes bench/results/plan_exact.json.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for the tests' ranks and runs
+
+from record import record
+from tests.planner.test_plan import RUN, planned
+from tests.ranks import RankPool
+from tests.training import measured_memory
+
+GROUPS = {
+    "sharding": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "shard_optimizer"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "accumulation": ("none", "reduce_every", "reduce_last"),
+    "activation": ("none", "full", "selective"),
+    "optimizer": ("sgd", "adamw"),
+}
+
+
+def combinations() -> list[dict[str, str]]:
+    """All that can be built: fp16 needs a fused optimizer, and PyTorch's fused SGD takes no sharded parameters."""
+    every = (dict(zip(GROUPS, choice, strict=True)) for choice in itertools.product(*GROUPS.values()))
+    return [c for c in every if (c["precision"], c["optimizer"]) != ("fp16", "sgd")]
+
+
+def compare(combination: dict[str, str], pools: dict[int, RankPool], planner: ProcessPoolExecutor) -> str | None:
+    """What differs between plan and measurement; None where nothing does."""
+    hybrid = combination["sharding"].startswith("hybrid")
+    world_size = 4 if hybrid else 2
+    overrides = [f"{group}={choice}" for group, choice in combination.items()]
+    run = (*RUN, *overrides, *(("sharding.replicas=2",) if hybrid else ()))
+    future = planner.submit(planned, run, world_size)
+    measured = pools[world_size](measured_memory, *run)
+    peak = future.result()["peak"]
+    if max(memory["allocated_peak_bytes"] for memory in measured) != peak["allocated_bytes"]:
+        return f"measured {[m['allocated_peak_bytes'] for m in measured]}, planned {peak['allocated_bytes']}"
+    if measured[0]["breakdown"] != peak["breakdown"]:
+        return f"measured {measured[0]['breakdown']}, planned {peak['breakdown']}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=1, help="compare each so-many-th combination")
+    every = parser.parse_args().every
+    chosen, differences = combinations()[::every], {}
+    pools = {world_size: RankPool(world_size) for world_size in (2, 4)}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as planner:
+        for number, combination in enumerate(chosen, 1):
+            name = " ".join(f"{group}={choice}" for group, choice in combination.items())
+            if difference := compare(combination, pools, planner):
+                differences[name] = difference
+                print(f"{name}: {difference}")
+            print(f"{number}/{len(chosen)} compared, {len(differences)} differ", end="\r", flush=True)
+    for pool in pools.values():
+        pool.close()
+    print()
+    results = {"compared": len(chosen), "of": len(combinations()), "differ": differences}
+    print("written to", record("plan_exact", f"python bench/plan_exact.py --every {every}", results))
+
+
+if __name__ == "__main__":
+    main()
