@@ -54,7 +54,7 @@ def watch_signals(when_stuck: Callable[[], int]) -> Iterator[Interrupt]:
         interrupt.signal = interrupt.signal or signum
         # torchrun signals a DataLoader's workers too. The error that PyTorch raises in this thread for a worker that
         # has died could interrupt the writing of the summary.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def wait() -> None:
         # The interpreter's C handler writes each signal's number, whatever the main thread does; those of other
@@ -107,4 +107,4 @@ def _leave_to_parent() -> None:
         _restore()
 
 
-# os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)

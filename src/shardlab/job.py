@@ -40,7 +40,7 @@ def train(config: Config, *, place: Ranks, folder: RunFolder, choices: Mapping[s
         The summary, as in `summary.json`.
 
     Raises:
-        ConfigError: for a mistake in the config that shows only once the model or the data are made.
+        ConfigError: for a mistake in the config that shows before the run has a folder.
         RunEnded: where the run did not complete; all has been said and written.
     """
     device = choose_device(config.device, local_rank=place.local_rank, local_world_size=place.local_world_size)
@@ -73,6 +73,7 @@ class _Job:
         self.tracker: Tracker | None = None
         self.trainer: Trainer | None = None
         self._processes: list[int] = []  # of all ranks
+        self._speaks = place.is_first
         self._ended = False
         self._ending = threading.Lock()
 
@@ -112,8 +113,8 @@ class _Job:
         self.end(Status.completed, None, figures)
         return {"status": Status.completed.value, **figures}
 
-    def fail(self, error: BaseException) -> Exception:
-        """Writes and tells why this rank cannot go on. Returns what is to be raised."""
+    def fail(self, error: BaseException) -> RunEnded:
+        """Writes and tells why this rank cannot go on."""
         if isinstance(error, ConfigError):
             return self._refuse(error)
         try:
@@ -127,8 +128,7 @@ class _Job:
 
     def end_from_outside(self) -> int:
         """Ends the run from another thread, where the main one is stuck. Returns the process's exit code."""
-        ended = self.fail(Interrupted())
-        return ended.exit_code if isinstance(ended, RunEnded) else 1
+        return self.fail(Interrupted()).exit_code
 
     def end(
         self,
@@ -139,7 +139,7 @@ class _Job:
         has_traceback: bool = False,
         exit_code: int | None = None,
     ) -> RunEnded:
-        """Writes the summary and says what came of the run: once, and on rank 0 alone.
+        """Writes the summary and says what came of the run: once, and on rank 0 alone, unless that was killed.
 
         Args:
             status: of the run.
@@ -151,7 +151,7 @@ class _Job:
         if exit_code is None:
             exit_code = {Status.completed: 0, Status.interrupted: self.interrupt.exit_code}.get(status, 1)
         with self._ending:  # a second thread waits until the first one is through, since it ends the process
-            if self.place.is_first and not self._ended:
+            if self._speaks and not self._ended:
                 self._ended = True
                 summary = {"status": status.value, "error": error, "world_size": self.place.world_size}
                 self._tell({**summary, **self._figures(), **(figures or {})}, has_traceback and error is not None)
@@ -169,15 +169,13 @@ class _Job:
         if summary["error"] and (self.tracker is None or self.tracker.console is None):
             _say(summary["error"] + (f"; traceback in {where}" if has_traceback else ""))
 
-    def _refuse(self, error: ConfigError) -> Exception:
-        """A mistake that all ranks find, as a rule: rank 0 says it, and torchrun then ends the others."""
-        if self.place.is_first:
-            return self.end(Status.failed, describe(error), exit_code=2)
-        if self.interrupt.signal is not None:
-            return RunEnded(Status.failed.value, self.interrupt.exit_code)
+    def _refuse(self, error: ConfigError) -> RunEnded:
+        """Ends for a mistake that all ranks find, as a rule; where it is not so, rank 0 finds the note of it."""
         with suppress(OSError):
-            self._reason(error)  # for the case that this rank alone finds it
-        return error
+            self._reason(error)
+        if self.place.is_first or self.interrupt.signal is None:
+            return self.end(Status.failed, describe(error), exit_code=2)
+        return RunEnded(Status.failed.value, self.interrupt.exit_code)  # rank 0 has told it, torchrun ends this one
 
     def _reason(self, error: BaseException) -> dict[str, Any]:
         """What a rank noted first; else what has happened to this one, which it notes now."""
@@ -190,7 +188,10 @@ class _Job:
             return note
         interrupted = isinstance(error, Interrupted) or self.interrupt.signal is not None
         if lost or (interrupted and self._gone()):  # torchrun sends SIGTERM when a rank has died
-            who = ", ".join(f"rank {rank}" for rank in self._gone()) or "another rank"
+            gone = self._gone()
+            who = ", ".join(f"rank {rank}" for rank in gone) or "another rank"
+            if 0 in gone:  # who then is first speaks for it
+                self._speaks = self.place.rank == min(set(range(self.place.world_size)).difference(gone))
             note = self._note(Status.failed, None)
             note["error"] = f"{who} ended without a word, perhaps killed for its memory (see dmesg)"
         elif interrupted:

@@ -27,7 +27,7 @@ from shardlab.run_folder import RunFolder
 
 # A rank above 0 that finds a mistake in the config leaves the word to rank 0, which finds it too, and waits for
 # torchrun to end it: torchrun ends all ranks as soon as the first one exits.
-_YIELD_SECONDS = 20.0
+_YIELD_SECONDS = 10.0
 
 # Hydra gives each process a run folder of its own; only rank 0 must have one.
 _ABOVE_RANK_0 = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -45,7 +45,7 @@ def main(hydra_main: Callable[[], Any]) -> NoReturn:
     sys.path.append(os.getcwd())  # so that `_target_` finds the user's modules, as `python -m` would
     mistakes = (ConfigError, HydraException, OmegaConfBaseException, ValueError, OSError)
     try:
-        _prepare_arguments(sys.argv)
+        prepare_arguments(sys.argv)
         hydra_main()
     except mistakes as error:  # none of a job's: `run` keeps those
         _endings.insert(0, (2, one_line(error, sys.argv[1:])))
@@ -141,7 +141,7 @@ def _joined(text: str) -> str:
     return joined.strip(" ,").replace("\\'", "'")
 
 
-def _prepare_arguments(argv: list[str]) -> None:
+def prepare_arguments(argv: list[str]) -> None:
     """Turns the command line into what Hydra takes on this rank.
 
     Options may stand between overrides. Ranks above 0 make no folders and print nothing.

@@ -41,7 +41,7 @@ class RunFolder:
     def check_unused(self) -> None:
         """Raises ConfigError where the folder holds a run already: it would be overwritten."""
         if (self.path / "summary.json").exists():
-            raise ConfigError(f"hydra.run.dir={self.path} already holds a run: name another folder, or remove this one")
+            raise ConfigError(f"hydra.run.dir={self.path} already holds a run: name another folder, or remove it")
 
     def write_config(self, config: Config) -> None:
         (self.path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
