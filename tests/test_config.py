@@ -190,7 +190,8 @@ def test_reshard_after_forward_keeps_its_type(strategy, setting):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes(group, choice):
-    config = config_of(f"{group}={choice}", world_size=4)
+    target = [f"{group}._target_=mine.Own"] if choice == "custom" else []
+    config = config_of(f"{group}={choice}", *target, world_size=4)
     if group == "sharding":
         assert config.sharding.strategy.name == choice
     if group == "activation":

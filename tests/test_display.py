@@ -34,7 +34,7 @@ def test_the_header_says_what_runs(on_ranks):
         "precision": "bf16",
         "optimizer": "adamw",
         "activation": "none",
-        "batch": "8 samples x 1 micro-batches x 2 ranks = 16",
+        "batch": "8 samples x 2 ranks = 16",
         "data": "random_tokens, 64 tokens a sample",
         "device": "2 x CPU",
     }
@@ -63,7 +63,7 @@ SUMMARY = {
     "steps": 100,
     "loss": {"first": 5.54519, "last": 2.0},
     "eval": {"loss": 2.25},
-    "perf": {"step_ms": 1234.56, "tokens_per_s": 16589.4, "flops_per_token": 1.0},
+    "perf": {"step_ms": 1234.56, "tokens_per_s": 16589.4, "unit": "tokens", "flops_per_token": 1.0},
     "comm": {"all_gather_bytes": 3 << 30, "reduce_scatter_bytes": 1 << 20, "all_reduce_bytes": 0},
     "memory": {
         "allocated_peak_bytes": 5 << 30,

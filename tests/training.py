@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch.distributed.tensor import DTensor
 
-from shardlab.build import Built, build
+from shardlab.build import Built, build, make_model
 from shardlab.config import Config, parse
 from shardlab.data import Batch, batches
 from shardlab.device import Cpu
@@ -72,6 +72,12 @@ def train_steps(*overrides: str) -> Trained:
         losses.append((sums[0] / sums[1]).item())
         norms.append(output.grad_norm.item())
     return Trained(losses, norms, full_weights(built.model))
+
+
+def checked_model(*overrides: str) -> None:
+    """Makes model and data, and checks that they go together."""
+    config = config_of(*overrides)
+    Datasets(config).check_model(make_model(config.model))
 
 
 def measured_memory(*overrides: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (summary.get("eval") or {}).get("loss") is not None:
         rows.append(("held-out loss", f"{summary['eval']['loss']:.4f}"))
     if perf.get("step_ms"):
-        rows += [("tokens/s", f"{perf['tokens_per_s']:,.0f}"), ("step", f"{perf['step_ms']:,.1f} ms")]
+        rows += [(f"{perf['unit']}/s", f"{perf['tokens_per_s']:,.0f}"), ("step", f"{perf['step_ms']:,.1f} ms")]
     sizes = {
         "peak allocated": "allocated_peak_bytes",
         "peak reserved": "reserved_peak_bytes",
@@ -69,6 +69,6 @@ def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (f"{name.removesuffix('_bytes').replace('_', '-')}", f"{format_gib(count)} per rank and step")
         for name, count in comm.items()
-        if count
+        if count >= 1024  # less is no gradient, but the count of labels and the norm
     ]
     return rows

@@ -90,11 +90,12 @@ class _Job:
         ledger = Ledger(device.torch_device)
         with ledger:
             built = build(config, device=device.torch_device, mesh=mesh)
-        datasets.check_vocabulary(built.model)
+        datasets.check_model(built.model)
         self.tracker = make_tracker(
             config.tracking, folder.path, config=to_dict(config), tags=self._tags(), rank=place.rank
         )
-        notices = [text for text in [degenerate_mesh(config.sharding, place.world_size)] if text]
+        degenerate = degenerate_mesh(config.sharding, place.world_size) if place.world_size > 1 else None
+        notices = [degenerate] if degenerate else []
         self.tracker.start(
             header(config, built, datasets, device=device, mesh=mesh, choices=self.choices, notices=notices)
         )
@@ -128,6 +129,9 @@ class _Job:
 
     def end_from_outside(self) -> int:
         """Ends the run from another thread, where the main one is stuck. Returns the process's exit code."""
+        if self._ended:  # the main thread is telling it, and waits for W&B perhaps
+            with self._ending:
+                return self.interrupt.exit_code
         return self.fail(Interrupted()).exit_code
 
     def end(
@@ -197,7 +201,9 @@ class _Job:
         elif interrupted:
             note = self._note(Status.interrupted, None)
         else:
-            note = self._note(Status.oom if is_out_of_memory(error) else Status.failed, describe(error))
+            oom = is_out_of_memory(error)
+            hint = "" if oom or self.trainer is None or self.trainer.steps_done else "; do model and data go together?"
+            note = self._note(Status.oom if oom else Status.failed, describe(error) + hint)
             note["memory"] = self._figures().get("memory")
         self.folder.write_error(note)
         if note["error"]:

@@ -47,6 +47,8 @@ def loss_and_correct(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> 
         ConfigError: where the labels do not go with the logits.
     """
     logits = model(inputs)  # (..., classes), in the compute dtype
+    if not isinstance(logits, Tensor):
+        raise ConfigError(f"model: forward returns a {type(logits).__name__}: it must return logits, one tensor")
     if labels.dtype != torch.int64 or labels.shape != logits.shape[:-1]:
         raise ConfigError(
             f"data: labels are {labels.dtype} of shape {tuple(labels.shape)}, but logits of shape {tuple(logits.shape)}"

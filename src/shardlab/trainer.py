@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, Subset
 
 from shardlab.build import Built
@@ -43,8 +44,14 @@ class Datasets:
                 self.eval = Subset(self.eval, range(min(limit, length)))
         self.tokens_per_sample: int | None = getattr(self.train, "tokens_per_sample", None)
 
-    def check_vocabulary(self, model: torch.nn.Module) -> None:
-        """Raises ConfigError where the data has token ids that the model does not know."""
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raises ConfigError where the data has token ids, or positions, that the model does not know."""
+        longest = getattr(model, "max_seq_len", None)
+        if longest and self.tokens_per_sample and self.tokens_per_sample > longest:
+            raise ConfigError(
+                f"data.seq_len={self.tokens_per_sample} is longer than model.max_seq_len={longest}: lower the one, "
+                "or raise the other"
+            )
         data_size, model_size = getattr(self.train, "vocab_size", None), getattr(model, "vocab_size", None)
         if data_size and model_size and data_size > model_size:
             raise ConfigError(
@@ -134,6 +141,7 @@ class Trainer:
             "perf": {
                 "step_ms": total and total["step_ms"],
                 "tokens_per_s": total and total["steps_per_s"] * self._progress_per_step(),
+                "unit": "tokens" if self.datasets.tokens_per_sample else "samples",  # of both figures
                 "flops_per_token": cost.model_flops / self._progress_per_step() * self.place.world_size,
             },
             "comm": {f"{name}_bytes": count for name, count in cost.comm_bytes.items()},
@@ -219,6 +227,9 @@ class Trainer:
                 inputs, labels = batch.inputs.to(device), batch.labels.to(device)
                 loss, correct = loss_and_correct(model, inputs, labels)
                 quality.update(loss, correct, (labels != IGNORE_INDEX).sum())
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # backward would have done it
         model.train()
         self._write({f"eval/{name}": value for name, value in quality.compute().items()}, step)
         self.throughput.resume()
@@ -236,9 +247,8 @@ class Trainer:
         """Raises TrainingError on all ranks alike: what it looks at is equal on all."""
         if since := max(over_ranks(int(self._not_finite_since.item()))):
             raise TrainingError(
-                f"the loss or its gradient is not finite since step {since}: try a lower optimizer.lr (now {lr:g}), "
-                "a longer "
-                "optimizer.warmup_steps, a train.clip_norm, or precision=fp32 to see whether the dtype is the cause"
+                f"the loss or its gradient is not finite since step {since}: try a lower optimizer.lr (now {lr:g}), a "
+                "longer optimizer.warmup_steps, a smaller train.clip_norm, or precision=fp32, to see if it is the dtype"
             )
         scale = self.built.scaler.get_scale()
         if scale < MIN_LOSS_SCALE:

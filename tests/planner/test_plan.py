@@ -89,3 +89,12 @@ def test_torchrun_plans_once_on_rank_0(tmp_path):
     plan = plan_by_command(tmp_path, "model=mlp", "data=random_classes", "cluster=h200", launcher=torchrun)
     assert plan["world_size"] == 8
     assert plan["screen"].count("peak allocated") == 1
+
+
+def test_offloaded_states_are_planned_as_host_memory(tmp_path):
+    run = ("cluster=l40s", "precision=bf16", "data=random_tokens")
+    kept = plan_by_command(tmp_path / "kept", *run)
+    offloaded = plan_by_command(tmp_path / "offloaded", *run, "sharding.cpu_offload=true")
+    parameters = kept["peak"]["breakdown"]["parameters"]
+    assert offloaded["peak"]["breakdown"]["parameters"] == offloaded["peak"]["breakdown"]["optimizer"] == 0
+    assert offloaded["host_peak_bytes"] >= 4 * 0.9 * parameters  # parameters, gradients and Adam's two moments

@@ -132,3 +132,16 @@ def test_nothing_counts_outside_the_counter():
         a @ a
     a @ a
     assert counter.cost.flops == 2 * 4**3
+
+
+def communicated_by_one_rank(strategy: str) -> dict[str, int]:
+    config = config_of("model=mlp", "data=random_classes", "train.steps=1", f"sharding={strategy}")
+    built = built_from(config)
+    with StepCounter() as counter:
+        built.step(batches_of(config)[0])
+    return counter.cost.comm_bytes
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard", "shard_optimizer"])
+def test_a_rank_alone_communicates_nothing(on_ranks, strategy):
+    assert set(on_ranks(1)(communicated_by_one_rank, strategy)[0].values()) == {0}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardlab.data.checks import check_int
 from shardlab.data.seeds import stable_seed
@@ -116,6 +116,11 @@ def eval_batches(
 
 def _length(dataset: Dataset[Any]) -> int | None:
     """Number of samples; None for a data set that has no end."""
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"data: {type(dataset).__name__} is an IterableDataset: make it map-style, with __getitem__(position), so "
+            "that a sample does not depend on how many ranks and workers read"
+        )
     if not hasattr(dataset, "__len__"):
         return None
     size = len(dataset)

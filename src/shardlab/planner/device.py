@@ -88,6 +88,7 @@ def install() -> torch.device:
     """Registers the device in this process, once. Returns it."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
     _map_generators()
+    _map_pinned_memory()
     _map_fused_kernels()
     _map_autocast()
     return torch.device(NAME, 0)
@@ -102,6 +103,12 @@ def _map_generators() -> None:
             return real.__new__(cls, "cpu" if torch.device(device).type == NAME else device)  # type: ignore[call-arg]
 
     torch.Generator = Generator  # type: ignore[misc]
+
+
+def _map_pinned_memory() -> None:
+    """Page-locks host tensors (CPU offload) in name only: there is no driver to ask, and they take the same bytes."""
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore
+    torch.Tensor.is_pinned = lambda tensor, device=None: True  # type: ignore
 
 
 _library = torch.library.Library("aten", "IMPL")

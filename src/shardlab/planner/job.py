@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from shardlab.config import check_offload, parse
+from shardlab.config import Config, check_offload, parse
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice, resolve
 from shardlab.planner.plan import Plan, make_plan
 from shardlab.run_folder import RunFolder, Status
@@ -34,6 +34,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     check_offload(config, on_cpu=cluster.device is ClusterDevice.cpu)
     folder.check_unused()
     folder.write_config(config)
+    print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
     made = make_plan(config, cluster)
     (folder.path / "plan.json").write_text(json.dumps(made.to_dict(), indent=2) + "\n")
     summary = {
@@ -47,11 +48,11 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
         },
     }
     folder.write_summary(summary)
-    _show(made, cluster, choices, str(folder.path / "plan.json"))
+    _show(made, config, cluster, choices, str(folder.path / "plan.json"))
     return summary
 
 
-def _show(made: Plan, cluster: ClusterConfig, choices: Mapping[str, str], file: str) -> None:
+def _show(made: Plan, config: Config, cluster: ClusterConfig, choices: Mapping[str, str], file: str) -> None:
     peak, ranks = made.peak, f"{made.world_size} x {cluster.name or cluster.device.name}"
     needed = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
     if made.capacity_bytes is None or made.headroom_bytes is None:
@@ -62,10 +63,17 @@ def _show(made: Plan, cluster: ClusterConfig, choices: Mapping[str, str], file: 
         of = f"{format_gib(needed)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
         verdict = f"{fits if made.fits else lacks} ({of})"
     where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
-    groups = ("model", "sharding", "precision", "optimizer", "accumulation", "activation")
+    groups = ("model", "sharding", "precision", "optimizer", "activation")
+    train, steps = config.train, config.accumulation.steps
+    seq_len = config.data.get("seq_len")
     rows = [
         ("plan", verdict),
-        ("of", ", ".join(choices[group] for group in groups if choices.get(group))),
+        *((group, choices[group]) for group in groups if choices.get(group)),
+        (
+            "batch",
+            f"{train.micro_batch} samples x {steps} micro-batches x {made.world_size} ranks = {train.global_batch}"
+            + (f", {seq_len} tokens each" if seq_len else ""),
+        ),
         ("peak allocated", f"{format_gib(peak.allocated_bytes)}, {where}"),
     ]
     if peak.reserved_bytes is not None:

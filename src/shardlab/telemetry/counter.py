@@ -1,8 +1,11 @@
 """FLOPs and communicated bytes of one step, counted from the operators that it runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -84,9 +87,21 @@ class StepCounter(TorchDispatchMode):
         return out
 
     def _count_collective(self, func, args, out) -> None:
+        if _group_size(args) == 1:
+            return  # nothing is sent
         name = func.overloadpacket.__name__.replace("_", "")
         for part, collective in _COLLECTIVES.items():
             if part in name:
                 tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
                 # Inputs and outputs alike are among them; the largest is the unsharded side.
                 self.cost.comm_bytes[collective] += max((t.nbytes for t in tensors), default=0)
+
+
+def _group_size(args: Sequence[Any]) -> int:
+    """Ranks that take part in a collective: `c10d` operators are given the group, `_c10d_functional` ones its name."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg).size()
+        if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(arg).size()  # type: ignore[arg-type]
+    return 0

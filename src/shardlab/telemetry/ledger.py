@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
         self._label(model.parameters(), Category.parameters)
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
-            self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._leave_module))
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin_update(model)))
             self._hooks.append(optimizer.register_step_post_hook(self._end_update))
