@@ -15,7 +15,8 @@ from shardlab.config import Config, Strategy
 from shardlab.device import Cpu
 from shardlab.planner.states import ADAM, ModelStates, OptimizerState, model_states, optimizer_states, zero_states
 from shardlab.sharding import find_blocks
-from shardlab.telemetry.memory import GIB, MemoryMeter
+from shardlab.telemetry import Ledger, MemoryMeter
+from shardlab.telemetry.memory import GIB
 from tests.ranks import RankPool
 from tests.training import ROOT, batches_of, built_from, config_of
 
@@ -117,7 +118,8 @@ def composed(world_size: int, *overrides: str) -> Config:
 def measured_and_expected(config: Config) -> tuple[ModelStates, ModelStates]:
     """This rank's model states after a step, and the formula's for rank 0."""
     built = built_from(config)
-    meter = MemoryMeter(built.model, built.optimizers, Cpu(torch.device("cpu")))
+    cpu = torch.device("cpu")
+    meter = MemoryMeter(built.model, built.optimizers, Cpu(cpu), Ledger(cpu))
     for micro_batches in batches_of(config):
         built.step(micro_batches)
     shapes = {name: parameter.shape for name, parameter in built.model.named_parameters()}
