@@ -98,3 +98,10 @@ def test_offloaded_states_are_planned_as_host_memory(tmp_path):
     parameters = kept["peak"]["breakdown"]["parameters"]
     assert offloaded["peak"]["breakdown"]["parameters"] == offloaded["peak"]["breakdown"]["optimizer"] == 0
     assert offloaded["host_peak_bytes"] >= 4 * 0.9 * parameters  # parameters, gradients and Adam's two moments
+
+
+def test_autocast_is_not_planned_for_gpus_as_if_it_were_fp32(tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), "mode=plan", "cluster=h200", "precision=bf16_autocast"]
+    done = subprocess.run([*command, f"hydra.run.dir={tmp_path}"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: precision.autocast=bfloat16 cannot be planned for GPUs")

@@ -90,7 +90,6 @@ def install() -> torch.device:
     _map_generators()
     _map_pinned_memory()
     _map_fused_kernels()
-    _map_autocast()
     return torch.device(NAME, 0)
 
 
@@ -132,7 +131,3 @@ def _map_fused_kernels() -> None:
 
     _library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     _library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
-
-
-def _map_autocast() -> None:
-    pass

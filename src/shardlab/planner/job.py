@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from shardlab.config import Config, check_offload, parse
+from shardlab.errors import ConfigError
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice, resolve
 from shardlab.planner.plan import Plan, make_plan
 from shardlab.run_folder import RunFolder, Status
@@ -32,6 +33,12 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     cluster = resolve(given, allow_cuda=cfg.device.name != "cpu")
     config = parse(cfg, world_size=cluster.world_size, nodes=cluster.nodes or 1)
     check_offload(config, on_cpu=cluster.device is ClusterDevice.cpu)
+    if config.precision.autocast and cluster.device is not ClusterDevice.cpu:
+        # The simulated device has no lists of which operators autocast casts: its plan would be one in fp32.
+        raise ConfigError(
+            f"precision.autocast={config.precision.autocast.name} cannot be planned for GPUs: plan it for cluster=cpu, "
+            "or use precision=bf16 or fp16"
+        )
     folder.check_unused()
     folder.write_config(config)
     print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
