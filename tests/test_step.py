@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardlab.models.mlp import MLP
-from tests.training import built_from, config_of, full_weights, train_steps
+from tests.training import HostReads, built_from, config_of, full_weights, train_steps
 
 # Plain gradient descent with rate 1 and no clipping: the change of a weight is its gradient.
 PLAIN = (
@@ -134,22 +134,12 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit(on_ranks, sharding):
 
 def step_that_reads_nothing():
     """Any read of a tensor's value on the host would wait for the device."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    reads = []
-
-    class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                reads.append(func)
-            return func(*args, **(kwargs or {}))
-
     for precision in ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast"):
         built = built_from(config_of("model=mlp", "data=random_classes", f"precision={precision}"))
         built.step(share_of_batch(2))
-        with Reads():
+        with HostReads() as host:
             built.step(share_of_batch(2))
-        assert reads == [], f"precision={precision} reads a tensor on the host"
+        assert host.reads == [], f"precision={precision} reads a tensor on the host"
 
 
 def test_a_step_never_waits_for_the_device(on_ranks):

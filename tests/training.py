@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.build import Built, build, make_model
 from shardlab.config import Config, parse
@@ -49,6 +50,19 @@ def batches_of(config: Config) -> list[list[Batch]]:
         steps=config.train.steps,
     )
     return list(source)
+
+
+class HostReads(TorchDispatchMode):
+    """Notes each read of a tensor's value on the host, which on a GPU would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -56,8 +56,7 @@ class Datasets:
         if data_size and model_size and data_size > model_size:
             raise ConfigError(
                 f"model.vocab_size={model_size} is smaller than the {data_size} token ids of the data: set "
-                "model.vocab_size "
-                f"to at least {data_size}, or choose other data or another data.tokenizer"
+                f"model.vocab_size to at least {data_size}, or choose other data or another data.tokenizer"
             )
 
 

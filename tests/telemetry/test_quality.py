@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.telemetry import Quality
-from tests.training import CPU
+from tests.training import CPU, HostReads
 
 # On each of two ranks, step by step: the losses of its valid labels, and how many of them were right.
 LOSSES = [[[0.5, 1.5, 4.0], [], [2.0]], [[3.0], [0.25, 0.75], []]]
@@ -66,22 +65,14 @@ def test_each_interval_begins_anew(on_ranks):
 
 def reads_on_the_host() -> tuple[int, int]:
     """How many tensors updates read, and the computation of the means."""
-    reads = []
-
-    class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                reads.append(func)
-            return func(*args, **(kwargs or {}))
-
     quality = Quality(CPU)
     steps = [tensors([1.0, math.nan], 1) for _ in range(3)]
-    with Reads():
+    with HostReads() as host:
         for step in steps:
             quality.update(*step)
-        updating = len(reads)
+        updating = len(host.reads)
         quality.compute()
-    return updating, len(reads) - updating
+    return updating, len(host.reads) - updating
 
 
 def test_an_update_never_waits_for_the_device(on_ranks):

@@ -61,13 +61,12 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
 
 def _show(made: Plan, config: Config, cluster: ClusterConfig, choices: Mapping[str, str], file: str) -> None:
     peak, ranks = made.peak, f"{made.world_size} x {cluster.name or cluster.device.name}"
-    needed = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
     if made.capacity_bytes is None or made.headroom_bytes is None:
-        verdict = f"{format_gib(needed)} on each of {ranks}"
+        verdict = f"{format_gib(peak.needed_bytes)} on each of {ranks}"
     else:
         fits = f"fits, with {format_gib(made.headroom_bytes)} to spare"
         lacks = f"does not fit: {format_gib(-made.headroom_bytes)} too much"
-        of = f"{format_gib(needed)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
+        of = f"{format_gib(peak.needed_bytes)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
         verdict = f"{fits if made.fits else lacks} ({of})"
     where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
     groups = ("model", "sharding", "precision", "optimizer", "activation")

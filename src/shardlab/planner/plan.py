@@ -22,6 +22,11 @@ class PlannedPeak:
     module: str  # inside whose forward or backward
     breakdown: dict[str, int]  # bytes by category; they add up to `allocated_bytes`
 
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there: all that is reserved, where something is."""
+        return self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,13 +60,12 @@ def make_plan(config: Config, cluster: ClusterConfig) -> Plan:
     simulation = simulate(config, world_size=cluster.world_size, on_cpu=on_cpu)
     peak = _on_cpu(simulation.ledger) if on_cpu else _on_gpu(simulation.ledger, cluster)
     capacity = cluster.usable_bytes
-    needed = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
     return Plan(
         world_size=cluster.world_size,
         peak=peak,
         capacity_bytes=capacity,
-        fits=None if capacity is None else needed <= capacity,
-        headroom_bytes=None if capacity is None else capacity - needed,
+        fits=None if capacity is None else peak.needed_bytes <= capacity,
+        headroom_bytes=None if capacity is None else capacity - peak.needed_bytes,
         comm={f"{name}_bytes": nbytes for name, nbytes in simulation.cost.comm_bytes.items()},
         host_peak_bytes=0 if on_cpu else simulation.ledger.peak("cpu").bytes,
         wall_s=time.perf_counter() - began,
