@@ -132,6 +132,20 @@ class ActivationConfig:
     save_every_second: list[str] = field(default_factory=list)
 
 
+class Fit(Enum):
+    micro_batch = "micro_batch"  # train.micro_batch
+    seq_len = "seq_len"  # data.seq_len
+
+
+@dataclass
+class PlanConfig:
+    before_train: bool = True
+    fit: Fit | None = None
+    changes: int = 3
+    timeline: bool = True
+    every_block: bool = False
+
+
 @dataclass
 class Config:
     mode: Mode = Mode.train
@@ -146,6 +160,7 @@ class Config:
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

@@ -106,6 +106,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.device = device.type
         self.events: list[Event] = []
+        self.step_starts: list[int] = []  # index in `events` where each step begins; before the first lies `build`
         self._phase = Phase.init
         self._born_as = Category.other
         self._fake_mode = fake_mode
@@ -142,6 +143,7 @@ class Ledger(TorchDispatchMode):
             inputs: the batches. Those that lie on the device already count from now on.
         """
         gc.collect()
+        self.step_starts.append(len(self.events))
         self._phase, self._born_as = Phase.forward, Category.inputs
         for tensor in inputs:
             if tensor.device.type == self.device:
