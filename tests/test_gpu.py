@@ -23,7 +23,7 @@ from shardlab.data import batches
 from shardlab.device import choose_device
 from shardlab.distributed import Ranks, process_group
 from shardlab.sharding import make_mesh
-from shardlab.telemetry import Quality
+from shardlab.telemetry.quality import Quality
 from shardlab.trainer import Datasets
 from tests.training import ROOT, config_of, full_weights
 

@@ -32,7 +32,7 @@ class Built:
     step: Step
 
 
-def build(config: Config, *, device: torch.device, mesh: DeviceMesh) -> Built:
+def build(config: Config, *, device: torch.device, mesh: DeviceMesh, model: nn.Module | None = None) -> Built:
     """Builds the model on the meta device, shards it, gives it weights, and makes the optimizer and the step.
 
     The order is fixed: checkpointing wraps the blocks' own forward, so FSDP's hooks lie outside; parameters are sharded
@@ -42,12 +42,13 @@ def build(config: Config, *, device: torch.device, mesh: DeviceMesh) -> Built:
         config: as `config.parse` returned it.
         device: where the model runs.
         mesh: as `sharding.make_mesh` made it.
+        model: what `make_model` returned; None = it is made here.
 
     Raises:
         ConfigError: where the model cannot be made as configured.
     """
     sharding, precision = config.sharding, config.precision
-    model = make_model(config.model)
+    model = model or make_model(config.model)
     unit_key = "sharding.units" if sharding.units is not None else "model.units"
     patterns = sharding.units if sharding.units is not None else config.model.get("units")
     blocks = [name for name, _ in find_blocks(model, config.model.get("units"))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.telemetry import Quality
+from shardlab.telemetry.quality import Quality
 from tests.training import CPU, HostReads
 
 # On each of two ranks, step by step: the losses of its valid labels, and how many of them were right.

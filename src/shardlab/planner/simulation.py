@@ -1,14 +1,20 @@
 """Runs the trainer's own `build` and `step` on fake tensors, a fake process group and a simulated device."""
 
+import gc
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardlab.build import build
+from shardlab.build import build, make_model
 from shardlab.config import Config
+from shardlab.planner.blocks import Count, lengthen, shorten
 from shardlab.planner.device import install
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
@@ -33,31 +39,64 @@ def simulate(config: Config, *, world_size: int, on_cpu: bool) -> Simulation:
         world_size: ranks of the run.
         on_cpu: whether it is to run on CPUs; else on simulated GPUs.
     """
-    device = torch.device("cpu") if on_cpu else install()
+    accelerator = install()  # always: autograd cannot be told of a device after its first backward
+    device = torch.device("cpu") if on_cpu else accelerator
+    gc.freeze()  # what imports made is no garbage: the ledger's collections need not look through it
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         mesh = make_mesh(config.sharding, device_type=device.type, world_size=world_size)
-        sample = _sample(config)
         # Real tensors may meet fake ones: FSDP2 and DTensor keep a few small ones of their own.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-            ledger, counter = Ledger(device, fake_mode=fake_mode), StepCounter()
-            with ledger:
-                built = build(config, device=device, mesh=mesh)
-            ledger.watch(built.model, built.optimizers)
-            built.model.train()
-            for step in range(min(WINDOW_STEPS, config.train.steps)):
-                batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
-                with ledger:
-                    ledger.begin_step([tensor for batch in batches for tensor in batch])
-                    if step == 0:
-                        with counter:
-                            built.step(batches)
-                    else:
-                        built.step(batches)
-                del batches
-        return Simulation(ledger, counter.cost)
+            ledger, counts = None, None
+            model = make_model(config.model)
+            if not config.plan.every_block and (blocks := shorten(model, config)):
+                ledger, counts = _simulate(config, model, device, mesh, fake_mode)
+                counts = lengthen(ledger, counts, blocks)
+                model = make_model(config.model)
+            if ledger is None or counts is None:
+                ledger, counts = _simulate(config, model, device, mesh, fake_mode)
     finally:
+        gc.unfreeze()
         dist.destroy_process_group()
+    cost = StepCost()
+    for count in counts:
+        cost.add(count.key, count.amount)
+    return Simulation(ledger, cost)
+
+
+def _simulate(
+    config: Config, model: nn.Module, device: torch.device, mesh: DeviceMesh, fake_mode: FakeTensorMode
+) -> tuple[Ledger, Sequence[Count]]:
+    """Trains a model for the steps of the window. Returns the record, and what the first step's work was."""
+    sample = _sample(config)
+    ledger = Ledger(device, fake_mode=fake_mode)
+    counter = _Counter(ledger)
+    with ledger:
+        built = build(config, model=model, device=device, mesh=mesh)
+    ledger.watch(built.model, built.optimizers)
+    built.model.train()
+    for step in range(min(WINDOW_STEPS, config.train.steps)):
+        batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
+        with ledger:
+            ledger.begin_step([tensor for batch in batches for tensor in batch])
+            with counter if step == 0 else nullcontext():
+                built.step(batches)
+        del batches
+    ledger.close()
+    return ledger, counter.counts
+
+
+class _Counter(StepCounter):
+    """Keeps when each thing was counted."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.counts: list[Count] = []
+        self._ledger = ledger
+
+    def count(self, key: str, amount: int, tensor: torch.Tensor | None = None) -> None:
+        entry = None if tensor is None else self._ledger.entry_of(tensor)
+        self.counts.append(Count(len(self._ledger.events), key, amount, entry))
 
 
 def _sample(config: Config) -> tuple[torch.Tensor, torch.Tensor]:

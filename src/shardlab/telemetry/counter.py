@@ -35,6 +35,13 @@ class StepCost:
     optimizer_flops: int = 0  # of these, the optimizer's own, such as Muon's Newton-Schulz iterations
     comm_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COLLECTIVES.values(), 0))
 
+    def add(self, key: str, amount: int) -> None:
+        """Adds to one of the fields, or to the bytes of one kind of collective."""
+        if key in self.comm_bytes:
+            self.comm_bytes[key] += amount
+        else:
+            setattr(self, key, getattr(self, key) + amount)
+
     @property
     def model_flops(self) -> int:
         """FLOPs that the model needs; the numerator of MFU (PaLM, appendix B): forward and backward, nothing twice."""
@@ -78,13 +85,23 @@ class StepCounter(TorchDispatchMode):
             pass  # DTensor works out a result's global shape; no work of this rank
         elif formula := flop_registry.get(_SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)):
             flops = formula(*args, **kwargs, out_val=out)
-            self.cost.flops += flops
+            self.count("flops", flops)
             if self._optimizing:
-                self.cost.optimizer_flops += flops
+                self.count("optimizer_flops", flops)
             # Backward formulas run with grad mode off; checkpointing turns it on to run a block's forward again.
             elif torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
-                self.cost.recomputed_flops += flops
+                self.count("recomputed_flops", flops)
         return out
+
+    def count(self, key: str, amount: int, tensor: torch.Tensor | None = None) -> None:
+        """Adds to the cost.
+
+        Args:
+            key: of `StepCost.add`.
+            amount: FLOPs or bytes.
+            tensor: what a collective sends, or receives: whichever is unsharded.
+        """
+        self.cost.add(key, amount)
 
     def _count_collective(self, func, args, out) -> None:
         if _group_size(args) == 1:
@@ -93,8 +110,9 @@ class StepCounter(TorchDispatchMode):
         for part, collective in _COLLECTIVES.items():
             if part in name:
                 tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
-                # Inputs and outputs alike are among them; the largest is the unsharded side.
-                self.cost.comm_bytes[collective] += max((t.nbytes for t in tensors), default=0)
+                if tensors:  # inputs and outputs alike; the largest is the unsharded side
+                    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+                    self.count(collective, largest.nbytes, largest)
 
 
 def _group_size(args: Sequence[Any]) -> int:

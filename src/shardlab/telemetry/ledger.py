@@ -5,10 +5,11 @@ byte. What it does not see is memory that a kernel takes and gives back within o
 """
 
 import gc
+import itertools
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -46,7 +47,7 @@ class Phase(Enum):
     init = "init"
     forward = "forward"
     backward = "backward"
-    optimizer = "optimizer"
+    optimizer = "optimizer"  # unscaling, norm and clipping too
 
 
 @dataclass(eq=False)
@@ -57,6 +58,8 @@ class Entry:
     stream: object  # on which it was allocated last
     category: Category
     size: int = 0  # bytes, now
+    name: str = ""  # of the parameter or buffer whose memory, or whose gradient's, this is
+    made_from: Sequence["Entry | None"] = ()  # while building and updating: what an operator made it from
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ class Peak:
 # FSDP2's own operators say what their arguments are (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
 _COPY_IN = "fsdp::all_gather_copy_in"  # its outputs are the all-gather's buffer
 _CHUNK_CAT = "fsdp::chunk_cat"  # reads unsharded gradients, writes the reduce-scatter's buffer
+
+
+_DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 
 
 class Ledger(TorchDispatchMode):
@@ -122,9 +128,11 @@ class Ledger(TorchDispatchMode):
     def watch(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Learns the categories of a built model's storages, as they come; call it after `build`."""
         self._label(model.parameters(), Category.parameters)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            self._name(tensor, name)
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
-            self._hooks.append(module.register_forward_hook(self._leave_module))
+            self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin_update(model)))
             self._hooks.append(optimizer.register_step_post_hook(self._end_update))
@@ -178,14 +186,21 @@ class Ledger(TorchDispatchMode):
             self._unpatch.pop()()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # more than half of all that a fake tensor is asked, by C++
+            return args[0].device
+        if self._fake_mode is not None and func in _DRAWS:
+            return args[0]  # nothing is made, and there are thousands when a model is initialised
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
-        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+        results = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
+        for index, tensor in enumerate(results):
             if isinstance(tensor, torch.Tensor):
-                self._track(tensor, makes_storage=_makes_storage(func))
+                born = self._track(tensor, makes_storage=_makes_storage(func))
+                if born is not None and self._phase in (Phase.init, Phase.optimizer):
+                    born.made_from = self._sources(args, index, len(results))
         if func.namespace == "fsdp":
             self._learn_from_fsdp(func.name(), args, kwargs, out)
         elif func.namespace in ("c10d", "_c10d_functional"):
@@ -194,20 +209,37 @@ class Ledger(TorchDispatchMode):
 
     # Births, changes of size, deaths
 
-    def _track(self, tensor: torch.Tensor, *, makes_storage: bool) -> None:
+    def _track(self, tensor: torch.Tensor, *, makes_storage: bool) -> Entry | None:
+        """Notes what a tensor's storage is now. Returns its entry where it has just been born."""
         if tensor.is_meta or not self._is_ours(tensor):
-            return
+            return None
         storage = tensor.untyped_storage()
         found = self._live.get(storage._cdata)
         if found is not None and found[0]() is storage:
-            entry = found[1]
-        elif not makes_storage:
-            return  # born out of sight, such as gloo's own copy of what it reduces
-        else:
-            entry = Entry(tensor.device.type, _current_stream(tensor.device), self._born_as)
-            key = storage._cdata
-            self._live[key] = (weakref.ref(storage, lambda _: self._die(key)), entry)
+            self._resize(found[1], storage.nbytes())
+            return None
+        if not makes_storage:
+            return None  # born out of sight, such as gloo's own copy of what it reduces
+        category = Category.activations if _in_backward() else self._born_as
+        entry = Entry(tensor.device.type, _current_stream(tensor.device), category)
+        key = storage._cdata
+        self._live[key] = (weakref.ref(storage, lambda _: self._die(key)), entry)
         self._resize(entry, storage.nbytes())
+        return entry
+
+    def entry_of(self, tensor: Any) -> Entry | None:
+        """The entry of a tensor's storage, while it lives; None where that is not recorded, and for what is no tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        found = self._live.get(_local(tensor).untyped_storage()._cdata)
+        return found and found[1]
+
+    def _sources(self, args: Sequence[Any], index: int, results: int) -> Sequence[Entry | None]:
+        """What the result `index` of an operator was made from: of a list with one result each, its own tensor."""
+        if args and isinstance(args[0], (list, tuple)):
+            own = args[0][index : index + 1] if len(args[0]) == results else args[0]
+            return [self.entry_of(tensor) for tensor in own]
+        return [entry for arg in args if (entry := self.entry_of(arg))][:1]
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is memory: in a real run fake tensors are not, in a planned one only they are."""
@@ -226,8 +258,10 @@ class Ledger(TorchDispatchMode):
 
     def _where(self) -> tuple[Phase, str]:
         """The phase, and the module in whose forward or backward this happens."""
-        if torch._C._current_graph_task_id() == -1:
+        if not _in_backward():
             return self._phase, self._modules[-1]
+        # What follows the last backward, before the optimizer's own step, is unscaling and clipping.
+        self._phase, self._born_as = Phase.optimizer, Category.other
         if len(self._modules) > 1:  # a forward within backward: recomputation
             return Phase.backward, self._modules[-1]
         node = torch._C._current_autograd_node()
@@ -240,10 +274,13 @@ class Ledger(TorchDispatchMode):
 
     def _label(self, tensors: Iterable[Any], category: Category, *, only_born_as: Category | None = None) -> None:
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                found = self._live.get(_local(tensor).untyped_storage()._cdata)
-                if found is not None and only_born_as in (None, found[1].category):
-                    found[1].category = category
+            entry = self.entry_of(tensor)
+            if entry is not None and only_born_as in (None, entry.category):
+                entry.category = category
+
+    def _name(self, tensor: torch.Tensor | None, name: str) -> None:
+        if entry := self.entry_of(tensor):
+            entry.name = entry.name or name
 
     def _learn_from_fsdp(self, name: str, args: tuple, kwargs: Mapping[str, Any] | None, out: Any) -> None:
         if name.startswith(_COPY_IN):
@@ -253,8 +290,9 @@ class Ledger(TorchDispatchMode):
             self._label(tree_leaves((args[1:], kwargs)), Category.communication)
 
     def _begin_update(self, model: nn.Module) -> None:
-        self._phase, self._born_as = Phase.optimizer, Category.other
-        self._label((p.grad for p in model.parameters()), Category.gradients)
+        for name, parameter in model.named_parameters():
+            self._label([parameter.grad], Category.gradients)
+            self._name(parameter.grad, name)
         self._label(_gathered_parameters(model), Category.unsharded_parameters)
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -271,6 +309,8 @@ class Ledger(TorchDispatchMode):
         self._note_number()
 
     def _note_number(self) -> None:
+        if _in_backward():
+            return  # what is recomputed has no nodes of its own in the graph, and another thread's numbers
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._names.append(self._modules[-1])
 
@@ -310,6 +350,10 @@ class Ledger(TorchDispatchMode):
 def _makes_storage(func: torch._ops.OpOverload) -> bool:
     """Whether an operator's results are new storages: views and in-place operators return those of their arguments."""
     return all(result.alias_info is None for result in func._schema.returns)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
