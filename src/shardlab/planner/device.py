@@ -2,7 +2,8 @@
 
 It exists so that the trainer's own `build` and `step` run unchanged where there is no GPU, under FakeTensorMode.
 Streams and events are there because FSDP2 asks for them: which stream an allocation belongs to decides what the caching
-allocator can give it. What CUDA does otherwise than the operators' CPU paths is mapped here and nowhere else.
+allocator can give it. What CUDA does otherwise than the operators' CPU paths is mapped in `cuda_kernels.py` and
+`autocast.py`, and nowhere else.
 
 `install` changes this process for good (`torch.accelerator`, the PrivateUse1 key): plan in a process of its own.
 """
@@ -13,9 +14,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import backend_registration
 
+from shardlab.planner import cuda_kernels
+from shardlab.planner.autocast import Autocast
+
 NAME = "sim"
+_registered: list[torch.library.Library] = []  # kept, since a library takes its registrations back when it dies
 
 
 class _Stream:
@@ -89,8 +95,14 @@ def install() -> torch.device:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
     _map_generators()
     _map_pinned_memory()
-    _map_fused_kernels()
+    _map_tensor_factory()
+    _registered.extend([cuda_kernels.register(), *Autocast(NAME).register()])
     return torch.device(NAME, 0)
+
+
+def _map_tensor_factory() -> None:
+    """Lets `torch.tensor(data, device)` be made: on the host first, since there is no device to make it on."""
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
 
 
 def _map_generators() -> None:
@@ -108,26 +120,3 @@ def _map_pinned_memory() -> None:
     """Page-locks host tensors (CPU offload) in name only: there is no driver to ask, and they take the same bytes."""
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore
     torch.Tensor.is_pinned = lambda tensor, device=None: True  # type: ignore
-
-
-_library = torch.library.Library("aten", "IMPL")
-
-
-def _map_fused_kernels() -> None:
-    """Composite operators for which CUDA has one fused kernel, which saves other tensors for backward."""
-    aten = torch.ops.aten
-
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-        if query.dtype in (torch.float16, torch.bfloat16) and attn_mask is None and query.shape[-1] <= 256:
-            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        if enable_gqa and key.shape[1] != query.shape[1]:
-            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
-        )[0]
-
-    def rms_norm(input, normalized_shape, weight=None, eps=None):
-        return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
-
-    _library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
-    _library.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
