@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.training import ROOT
 
-SECONDS = 60.0  # until a command counts as hanging
+SECONDS = 120.0  # until a command counts as hanging
 
 # Small, silent and quick; what a test wants otherwise comes later on the command line.
-QUICK = ("model=mlp", "data=random_classes", "tracking=none", "train.eval_every=null")
+QUICK = ("model=mlp", "data=random_classes", "tracking=none", "train.eval_every=null", "plan.before_train=false")
 
 # A user's own model and data, which do as asked on one rank, at the first sample of one step.
 USERS_MODULE = """

@@ -4,7 +4,11 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab.device import Cpu
-from shardlab.display import closing_rows, header
+from shardlab.display import closing_rows, header, planned_row
+from shardlab.errors import Interrupted
+from shardlab.planner.ahead import Prediction
+from shardlab.tracking import RunHeader, make_tracker
+from shardlab.tracking.config import TrackingConfig, WandbConfig, WandbMode
 from shardlab.trainer import Datasets
 from tests.training import CPU, built_from, config_of
 
@@ -93,6 +97,63 @@ def test_the_closing_table_says_what_was_measured():
         ("all-gather", "3.00 GiB per rank and step"),
         ("reduce-scatter", "1.0 MiB per rank and step"),
     ]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("prediction", "text"), [
+    (Prediction(5 * GIB, None, None, None), "5.00 GiB allocated per rank"),
+    (Prediction(5 * GIB, 6 * GIB, 90 * GIB, True), "5.00 GiB allocated, 6.00 GiB reserved of 90.00 GiB per rank: fits"),
+    (
+        Prediction(5 * GIB, 6 * GIB, 4 * GIB, False),
+        "5.00 GiB allocated, 6.00 GiB reserved of 4.00 GiB per rank: does not fit",
+    ),
+])  # fmt: skip
+def test_a_row_says_what_the_plan_ahead_predicts(prediction, text):
+    assert planned_row(prediction) == ("plan", text)
+
+
+@pytest.mark.parametrize(("allocated", "reserved", "error_pct", "beside_allocated", "beside_reserved"), [
+    (5 * GIB, 9 * GIB, 50.0, " (planned 5.00 GiB, error 0.0 %)", " (planned 9.00 GiB, error 50.0 %)"),
+    (4 * GIB, None, -20.0, " (planned 4.00 GiB, error -20.0 %)", ""),
+    (5 * GIB - 1, None, -1e-8, " (planned 5.00 GiB, error 0.0 %)", ""),
+    (4 * GIB, 9 * GIB, None, " (planned 4.00 GiB)", " (planned 9.00 GiB)"),  # not all of it was measured
+    (None, None, None, "", ""),
+])  # fmt: skip
+def test_the_closing_table_says_what_was_planned(allocated, reserved, error_pct, beside_allocated, beside_reserved):
+    plan = {"allocated_peak_bytes": allocated, "reserved_peak_bytes": reserved, "error_pct": error_pct}
+    rows = dict(closing_rows({**SUMMARY, "plan": plan}))
+    assert rows["peak allocated"] == "5.00 GiB per rank" + beside_allocated
+    assert rows["peak reserved"] == "6.00 GiB per rank" + beside_reserved
+    assert rows["parameters"] == "1.0 MiB per rank"
+
+
+def tracker_in(folder):
+    cfg = TrackingConfig(wandb=WandbConfig(mode=WandbMode.disabled))
+    return make_tracker(cfg, folder, config={}, tags=[], rank=0)
+
+
+def test_rows_that_are_known_late_end_the_header_and_notices_follow(tmp_path, capsys):
+    tracker = tracker_in(tmp_path)
+
+    def late_rows():
+        assert capsys.readouterr().out == "  model   net\n  device  CPU\n"
+        tracker.notice("of the plan")
+        return [("plan", "5 GiB")]
+
+    header = RunHeader(rows=[("model", "net"), ("device", "CPU")], total_steps=3, notices=["of the header"])
+    tracker.start(header, late_rows=late_rows)
+    assert capsys.readouterr().out == "  plan    5 GiB\n\nnote: of the header\nnote: of the plan\n"
+
+
+def test_what_ends_the_wait_for_late_rows_leaves_the_display_in_order(tmp_path, capsys):
+    def late_rows():
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        tracker_in(tmp_path).start(RunHeader([("model", "net")], 3, notices=["said all the same"]), late_rows=late_rows)
+    assert capsys.readouterr().out == "  model  net\n\nnote: said all the same\n"
 
 
 @pytest.mark.parametrize("nothing", [

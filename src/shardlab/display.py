@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab.build import Built
 from shardlab.config import Config
 from shardlab.device import Device
+from shardlab.planner.ahead import Prediction
 from shardlab.tracking import RunHeader, format_count, format_gib
 from shardlab.trainer import Datasets
 
@@ -45,9 +46,21 @@ def header(
     return RunHeader(rows=list(rows.items()), total_steps=train.steps, notices=list(notices))
 
 
+def planned_row(prediction: Prediction) -> tuple[str, str]:
+    """The row of the header that says what the plan ahead of the run predicts."""
+    text = f"{format_gib(prediction.allocated_bytes)} allocated"
+    if prediction.reserved_bytes is not None:
+        text += f", {format_gib(prediction.reserved_bytes)} reserved"
+    if prediction.capacity_bytes is not None:
+        text += f" of {format_gib(prediction.capacity_bytes)}"
+    verdict = {True: ": fits", False: ": does not fit", None: ""}[prediction.fits]
+    return "plan", f"{text} per rank{verdict}"
+
+
 def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What came of a run, as labels and texts; what was not measured is left out."""
     perf, loss, memory, comm = (summary.get(key) or {} for key in ("perf", "loss", "memory", "comm"))
+    plan = summary.get("plan") or {}
     rows = [("status", summary["status"]), ("steps", str(summary.get("steps", 0)))]
     if loss.get("first") is not None:
         rows.append(("loss", f"{loss['first']:.4f} -> {loss['last']:.4f}"))
@@ -64,7 +77,9 @@ def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         "host memory, peak": "host_rss_peak_bytes",
     }
     rows += [
-        (label, f"{format_gib(memory[key])} per rank") for label, key in sizes.items() if memory.get(key) is not None
+        (label, f"{format_gib(memory[key])} per rank{_beside(plan, key, memory[key])}")
+        for label, key in sizes.items()
+        if memory.get(key) is not None
     ]
     rows += [
         (f"{name.removesuffix('_bytes').replace('_', '-')}", f"{format_gib(count)} per rank and step")
@@ -72,3 +87,14 @@ def closing_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if count >= 1024  # less is no gradient, but the count of labels and the norm
     ]
     return rows
+
+
+def _beside(plan: Mapping[str, Any], key: str, measured: int) -> str:
+    """What was planned of a size that was measured."""
+    planned = plan.get(key)
+    if planned is None:
+        return ""
+    if plan.get("error_pct") is None or not measured:  # the run ended before all was measured that was planned
+        return f" (planned {format_gib(planned)})"
+    error_pct = round((planned - measured) / measured * 100, 1) + 0.0  # which makes 0.0 of -0.0
+    return f" (planned {format_gib(planned)}, error {error_pct:.1f} %)"

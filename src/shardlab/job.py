@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ import torch
 from shardlab.build import build
 from shardlab.config import Config, check_offload, to_dict
 from shardlab.device import Cuda, Device, choose_device
-from shardlab.display import closing_rows, header
+from shardlab.display import closing_rows, header, planned_row
 from shardlab.distributed import Ranks, from_first_rank, over_ranks, process_group
 from shardlab.errors import ConfigError, Interrupted, RunEnded, TrainingError, describe
 from shardlab.interrupt import Interrupt, watch_signals
+from shardlab.planner.ahead import Ahead, NoPlan, Prediction
 from shardlab.run_folder import RunFolder, Status
 from shardlab.sharding import degenerate_mesh, make_mesh
 from shardlab.telemetry import Ledger
 from shardlab.tracking import Tracker, make_tracker
-from shardlab.trainer import Datasets, Trainer
+from shardlab.trainer import Datasets, Trainer, largest_over_ranks
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class _Job:
         self.interrupt = Interrupt()
         self.tracker: Tracker | None = None
         self.trainer: Trainer | None = None
+        self.prediction: Prediction | None = None
         self._processes: list[int] = []  # of all ranks
         self._speaks = place.is_first
         self._ended = False
@@ -85,6 +87,15 @@ class _Job:
             folder.write_summary({"status": Status.running.value, "world_size": place.world_size})
         else:
             folder.log_here(place.rank)
+        ahead = None
+        if config.plan.before_train and place.is_first:
+            on_cpu = not isinstance(device, Cuda)
+            ahead = Ahead(config, place=place, on_cpu=on_cpu, file=folder.path / "plan.json")
+        with ahead or nullcontext():  # so that whatever happens, no plan outlives the run
+            return self._train(device, ahead)
+
+    def _train(self, device: Device, ahead: Ahead | None) -> dict[str, Any]:
+        config, place = self.config, self.place
         mesh = make_mesh(config.sharding, device_type=device.torch_device.type, world_size=place.world_size)
         datasets = Datasets(config)
         ledger = Ledger(device.torch_device)
@@ -92,12 +103,13 @@ class _Job:
             built = build(config, device=device.torch_device, mesh=mesh)
         datasets.check_model(built.model)
         self.tracker = make_tracker(
-            config.tracking, folder.path, config=to_dict(config), tags=self._tags(), rank=place.rank
+            config.tracking, self.folder.path, config=to_dict(config), tags=self._tags(), rank=place.rank
         )
         degenerate = degenerate_mesh(config.sharding, place.world_size) if place.world_size > 1 else None
         notices = [degenerate] if degenerate else []
         self.tracker.start(
-            header(config, built, datasets, device=device, mesh=mesh, choices=self.choices, notices=notices)
+            header(config, built, datasets, device=device, mesh=mesh, choices=self.choices, notices=notices),
+            late_rows=lambda: self._planned_rows(ahead),
         )
         self.trainer = Trainer(
             config,
@@ -108,11 +120,26 @@ class _Job:
             place=place,
             tracker=self.tracker,
             interrupt=self.interrupt,
+            prediction=self.prediction,
         )
         self.trainer.fit()
-        figures = _over_ranks(self.trainer.figures())
+        memory = largest_over_ranks(self.trainer.memory.summary())
+        figures = {**self.trainer.figures(), "memory": memory, "plan": self._plan(memory)}
         self.end(Status.completed, None, figures)
         return {"status": Status.completed.value, **figures}
+
+    def _planned_rows(self, ahead: Ahead | None) -> list[tuple[str, str]]:
+        """Waits for the plan ahead of the run. Returns what the header says of it."""
+        if ahead is None or self.tracker is None:
+            return []
+        try:
+            self.prediction = ahead.result(self.interrupt.check)
+        except NoPlan as reason:
+            self.tracker.notice(f"no plan ahead of the run: {reason} (plan.before_train=false leaves it out)")
+            return []
+        if self.prediction.fits is False:
+            self.tracker.notice("the plan says that this run does not fit: it may run out of memory")
+        return [planned_row(self.prediction)]
 
     def fail(self, error: BaseException) -> RunEnded:
         """Writes and tells why this rank cannot go on."""
@@ -228,10 +255,21 @@ class _Job:
     def _figures(self) -> dict[str, Any]:
         """What is known of the run so far, whatever state it is in."""
         try:
-            return self.trainer.figures() if self.trainer else {}
+            figures = self.trainer.figures() if self.trainer else {}
+            return {**figures, "plan": self._plan(figures.get("memory"))}
         except Exception:
             log.exception("the figures of the run could not be read")
             return {}
+
+    def _plan(self, memory: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What `summary.json` says of the plan, beside what was measured of memory."""
+        planned, trainer = self.prediction, self.trainer
+        measured = memory if trainer and trainer.window_is_over else None
+        return {
+            "allocated_peak_bytes": planned and planned.allocated_bytes,
+            "reserved_peak_bytes": planned and planned.reserved_bytes,
+            "error_pct": planned and measured and planned.error_pct(measured),
+        }
 
     def _tags(self) -> list[str]:
         groups = ("model", "sharding", "precision", "optimizer", "accumulation", "activation")
@@ -275,14 +313,3 @@ def _exists(process: int) -> bool:
 def _say(error: str) -> None:
     with suppress(OSError):  # a terminal that is gone
         print(f"error: {error}", file=sys.stderr)
-
-
-def _over_ranks(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures with each size of memory as the largest over ranks, and the fullest rank's breakdown. Collective."""
-    memories = over_ranks(figures["memory"])
-    fullest = max(memories, key=lambda memory: memory["allocated_peak_bytes"])
-    largest = {
-        key: max(memory[key] for memory in memories) if isinstance(value, int) else value
-        for key, value in fullest.items()
-    }
-    return {**figures, "memory": largest}

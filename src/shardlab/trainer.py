@@ -17,10 +17,19 @@ from shardlab.distributed import Ranks, over_ranks
 from shardlab.errors import ConfigError, TrainingError
 from shardlab.interrupt import Interrupt
 from shardlab.optimizer import make_schedulers
+from shardlab.planner.ahead import Prediction
 from shardlab.precision import autocast, compute_dtype
 from shardlab.step import StepOutput, loss_and_correct
 from shardlab.targets import make
-from shardlab.telemetry import Ledger, MemoryMeter, Quality, StepCounter, Throughput, reduce_over_ranks
+from shardlab.telemetry import (
+    WINDOW_STEPS,
+    Ledger,
+    MemoryMeter,
+    StepCounter,
+    Throughput,
+    reduce_over_ranks,
+)
+from shardlab.telemetry.quality import Quality
 from shardlab.tracking import Tracker
 
 MIN_LOSS_SCALE = 2.0**-14  # the smallest normal fp16 number; a scale below it says that the loss itself is the problem
@@ -78,6 +87,7 @@ class Trainer:
         place: Ranks,
         tracker: Tracker,
         interrupt: Interrupt,
+        prediction: Prediction | None = None,
     ):
         self.config = config
         self.built = built
@@ -86,6 +96,7 @@ class Trainer:
         self.place = place
         self.tracker = tracker
         self.interrupt = interrupt
+        self.prediction = prediction  # on rank 0, where there is a plan
         self.schedulers = make_schedulers(config.optimizer, built.optimizers, steps=config.train.steps)
         self.memory = MemoryMeter(built.model, built.optimizers, device, ledger)
         self.counter = StepCounter()
@@ -94,6 +105,7 @@ class Trainer:
         self.steps_done = 0
         self.first_row: dict[str, float] = {}
         self.last_row: dict[str, float] = {}  # the latest value of each metric
+        self._compares_plan = config.plan.before_train  # on all ranks, since it is collective; until it is done
         self._skipped = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._not_finite_since = torch.zeros((), dtype=torch.int64, device=device.torch_device)  # a step, 0 = never
         self._grad_norm = torch.zeros((), device=device.torch_device)
@@ -147,6 +159,11 @@ class Trainer:
             "memory": self.memory.summary(),
         }
 
+    @property
+    def window_is_over(self) -> bool:
+        """Whether all of the memory window has been measured."""
+        return self.steps_done >= min(WINDOW_STEPS, self.config.train.steps)
+
     def _batches(self) -> Iterator[list[Batch]]:
         return batches(
             self.datasets.train,
@@ -186,6 +203,7 @@ class Trainer:
         row |= self._performance()
         row |= reduce_over_ranks(over_ranks(self.memory.read()))
         row |= {f"comm/{name}_gib": nbytes / 2**30 for name, nbytes in self.counter.cost.comm_bytes.items()}
+        row |= self._plan()
         self._write(row, step)
         self._check_finite(lr)
         self.memory.reset_peak()
@@ -207,6 +225,19 @@ class Trainer:
         }
         if peak := self.device.peak_flops(compute_dtype(self.config.precision)):
             row["perf/mfu"] = cost.model_flops * interval["steps_per_s"] / peak
+        return row
+
+    def _plan(self) -> dict[str, float]:
+        """`plan/*`: the sizes with the first row, their error with the first one after the memory window."""
+        row: dict[str, float] = {}
+        if self.prediction and not self.first_row:
+            row |= self.prediction.metrics()
+        if self.window_is_over and self._compares_plan:
+            self._compares_plan = False
+            memory = largest_over_ranks(self.memory.summary())
+            error_pct = self.prediction.error_pct(memory) if self.prediction else None
+            if error_pct is not None:
+                row["plan/error_pct"] = error_pct
         return row
 
     def _evaluate(self, step: int) -> None:
@@ -256,6 +287,20 @@ class Trainer:
                 "overflow however "
                 f"small they are scaled; try a lower optimizer.lr (now {lr:g}) or precision=bf16"
             )
+
+
+def largest_over_ranks(memory: dict[str, Any]) -> dict[str, Any]:
+    """Each size of memory as the largest over ranks, with the fullest rank's breakdown. Collective.
+
+    Args:
+        memory: of this rank, as `MemoryMeter.summary` returned it.
+    """
+    memories = over_ranks(memory)
+    fullest = max(memories, key=lambda memory: memory["allocated_peak_bytes"])
+    return {
+        key: max(memory[key] for memory in memories) if isinstance(value, int) else value
+        for key, value in fullest.items()
+    }
 
 
 def _is_due(step: int, every: int | None, *, last: int, first: bool = False) -> bool:

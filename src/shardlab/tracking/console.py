@@ -40,12 +40,19 @@ class Console:
         self._bar: Progress | None = None
         self._clock = _Clock()
         self._total = 0
+        self._label_width = 0  # of the header
         self._drawn = 0.0
 
     def start(self, header: "RunHeader") -> None:
-        """Prints what runs and draws the bar."""
+        """Prints what runs."""
         self._total = header.total_steps
-        self._block(header.rows)
+        self._label_width = max((len(label) for label, _ in header.rows), default=0)
+        self._rows(header.rows)
+
+    def begin(self, more: Sequence[tuple[str, str]]) -> None:
+        """Prints more rows of the header, and draws the bar."""
+        self._rows(more, label_width=self._label_width)
+        self._console.print()
         if self._wants_bar:
             self._bar = self._make_bar(digits=len(str(self._total)))
             self._bar.add_task("", total=self._total, stats="", left="")
@@ -92,8 +99,10 @@ class Console:
             rows.append(("error", str(summary["error"])))
         rows += [row for row in table if row[0] != "status"]
         self._console.print()
-        self._block(rows, status_style=STATUS_STYLE.get(status, "red"))
-        self._block(where, wrap=False)  # paths and commands are there to be copied
+        self._rows(rows, status_style=STATUS_STYLE.get(status, "red"))
+        self._console.print()
+        self._rows(where, wrap=False)  # paths and commands are there to be copied
+        self._console.print()
 
     def _make_bar(self, digits: int) -> Progress:
         step = f"step {{task.completed:>{digits}.0f}}/{{task.total:.0f}}"
@@ -115,16 +124,17 @@ class Console:
         seconds = self._clock.left(self._total)
         return "" if seconds is None or step >= self._total else f"{format_seconds(max(seconds, 1.0))} left"
 
-    def _block(self, rows: Sequence[tuple[str, str]], *, wrap: bool = True, status_style: str = "") -> None:
-        """Prints labels and values in two columns, long values wrapped under themselves; then an empty line."""
-        width = max((len(label) for label, _ in rows), default=0)
+    def _rows(
+        self, rows: Sequence[tuple[str, str]], *, label_width: int = 0, wrap: bool = True, status_style: str = ""
+    ) -> None:
+        """Prints labels and values in two columns, long values wrapped under themselves."""
+        width = max([label_width, *(len(label) for label, _ in rows)])
         for label, value in rows:
             text = Text(INDENT + label.ljust(width) + INDENT, style="dim")
             indent = len(text)
             if wrap and self._console.is_terminal:
                 value = ("\n" + " " * indent).join(_wrapped(value, self._console.width - indent))
             self._console.print(text.append(value, style="not dim " + (status_style if label == "status" else "")))
-        self._console.print()
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

@@ -38,18 +38,35 @@ class Tracker:
         self.metrics: MetricsFile | None = None
         self.wandb: WandbRun | None = None
         self._said: set[str] = set()
+        self._held: list[str] | None = None  # notices to be shown below the header
         self._failed: set[str] = set()
         self._finished = False
 
-    def start(self, header: RunHeader) -> None:
-        """Shows what runs, and opens the W&B run."""
+    def start(self, header: RunHeader, *, late_rows: Callable[[], Rows] = tuple) -> None:
+        """Shows what runs, and opens the W&B run.
+
+        Args:
+            header: of the display.
+            late_rows: more rows of the header, which take a while: called when all else is done. What it raises passes.
+        """
         self._note_rows(header.rows)
         if self.console:
             self._try(self.console, self.console.start, header)
-        for text in header.notices:
-            self.notice(text)
-        if self.wandb:
-            self._try(self.wandb, self.wandb.start)
+        rows: Rows = ()
+        self._held = []
+        try:
+            for text in header.notices:
+                self.notice(text)
+            if self.wandb:
+                self._try(self.wandb, self.wandb.start)
+            rows = late_rows()
+        finally:
+            self._note_rows(rows)
+            if self.console:
+                self._try(self.console, self.console.begin, rows)
+            held, self._held = self._held, None
+            for text in held:
+                self._show_notice(text)
 
     def log(self, row: Mapping[str, float | int], step: int) -> None:
         """Writes one row of metrics, which were reduced over ranks.
@@ -73,8 +90,10 @@ class Tracker:
             return
         self._said.add(text)
         logger.info(text)
-        if self.console:
-            self._try(self.console, self.console.notice, text)
+        if self._held is None:
+            self._show_notice(text)
+        else:
+            self._held.append(text)
 
     def finish(self, summary: Mapping[str, Any], *, table: Rows) -> None:
         """Ends all that was started; a second call does nothing.
@@ -97,6 +116,10 @@ class Tracker:
             self._note_rows([("status", str(summary.get("status"))), *(row for row in table if row[0] != "status")])
             if self.console:
                 self._try(self.console, self.console.close, summary, table, self._where())
+
+    def _show_notice(self, text: str) -> None:
+        if self.console:
+            self._try(self.console, self.console.notice, text)
 
     def _note_rows(self, rows: Rows) -> None:
         """Rows of the display, in the log file too."""
