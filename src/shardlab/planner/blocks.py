@@ -175,7 +175,7 @@ class Count:
     entry: Entry | None = None  # the storage whose bytes were communicated
 
 
-def lengthen(ledger: Ledger, counts: Sequence[Count], blocks: Blocks) -> list[Count] | None:
+def lengthen(ledger: Ledger, counts: Sequence[Count], blocks: Blocks) -> tuple[Ledger, Sequence[Count]] | None:
     """Turns the record of a shortened model into that of the whole one, in place.
 
     Args:
@@ -184,14 +184,14 @@ def lengthen(ledger: Ledger, counts: Sequence[Count], blocks: Blocks) -> list[Co
         blocks: as `shorten` returned it.
 
     Returns:
-        What would have been counted; None where the record does not repeat itself, and nothing has been changed.
+        The ledger, and what would have been counted; None where the record does not repeat itself.
     """
     try:
         path = _Path(ledger.events, ledger.step_starts, counts, blocks)
-        ledger.events, ledger.step_starts, counted = path.lengthened()
+        ledger.events, ledger.step_starts, counts = path.lengthened()
     except _Irregular:
         return None
-    return counted
+    return ledger, counts
 
 
 class _Path:

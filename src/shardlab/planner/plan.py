@@ -1,7 +1,9 @@
 """The plan of a run: what rank 0 holds at its peak, whether that fits, and what it communicates."""
 
+import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ from shardlab.config import Config
 from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
-from shardlab.telemetry.ledger import Category, Ledger, Phase
+from shardlab.telemetry.ledger import Category, Entry, Event, Ledger, Phase
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class PlannedPeak:
     phase: str
     module: str  # inside whose forward or backward
     breakdown: dict[str, int]  # bytes by category; they add up to `allocated_bytes`
+    activations: dict[str, int]  # bytes by the module that made them, blocks' numbers as `*`; the largest first
+    unsharded: dict[str, int]  # bytes of unsharded parameters and gradients by unit; the largest first
 
     @property
     def needed_bytes(self) -> int:
@@ -53,28 +57,35 @@ def make_plan(config: Config, cluster: ClusterConfig) -> Plan:
         cluster: resolved.
 
     Raises:
-        ConfigError: where the run cannot be built as configured.
+        ConfigError: where the run cannot be built as configured, or the model cannot be planned.
     """
+    return plan_with_record(config, cluster)[0]
+
+
+def plan_with_record(config: Config, cluster: ClusterConfig) -> tuple[Plan, Ledger]:
+    """As `make_plan`, with the record that the plan was worked out from."""
     began = time.perf_counter()
     on_cpu = cluster.device is ClusterDevice.cpu
     simulation = simulate(config, world_size=cluster.world_size, on_cpu=on_cpu)
-    peak = _on_cpu(simulation.ledger) if on_cpu else _on_gpu(simulation.ledger, cluster)
+    ledger = simulation.ledger
+    peak = _on_cpu(ledger) if on_cpu else _on_gpu(ledger, cluster)
     capacity = cluster.usable_bytes
-    return Plan(
+    plan = Plan(
         world_size=cluster.world_size,
         peak=peak,
         capacity_bytes=capacity,
         fits=None if capacity is None else peak.needed_bytes <= capacity,
         headroom_bytes=None if capacity is None else capacity - peak.needed_bytes,
         comm={f"{name}_bytes": nbytes for name, nbytes in simulation.cost.comm_bytes.items()},
-        host_peak_bytes=0 if on_cpu else simulation.ledger.peak("cpu").bytes,
+        host_peak_bytes=0 if on_cpu else ledger.peak("cpu").bytes,
         wall_s=time.perf_counter() - began,
     )
+    return plan, ledger
 
 
 def _on_cpu(ledger: Ledger) -> PlannedPeak:
-    peak = ledger.peak()
-    return PlannedPeak(peak.bytes, None, peak.phase.value, peak.module, peak.breakdown)
+    events = [event for event in ledger.events if event.entry.device == ledger.device]
+    return _peak(events, [event.after for event in events], None)
 
 
 def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
@@ -83,31 +94,66 @@ def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
     allocator = CachingAllocator(settings=cluster.allocator_settings)
     major, minor = cluster.capability or (0, 0)
     workspaces = CublasWorkspaces(allocator, (major, minor))
-    events = [event for event in ledger.events if event.entry.device == ledger.device]
-    compute_stream = next((event.stream for event in events if event.phase is Phase.forward), None)
-    blocks: dict[int, Any] = {}
-    live: Counter[Category] = Counter()
-    highest, phase, module, breakdown = 0, Phase.init, "", live
-    for event in events:
+    events: list[Event] = []
+    sizes: list[int] = []  # of the storage after each event, as a block of the allocator
+    recorded = [event for event in ledger.events if event.entry.device == ledger.device]
+    compute_stream = next((event.stream for event in recorded if event.phase is Phase.forward), None)
+    blocks: dict[Entry, Any] = {}
+    for event in recorded:
         if event.phase in (Phase.forward, Phase.backward):
             # The first matrix product of each thread takes a workspace; autograd runs backward in a thread of its own.
             before = allocator.allocated_bytes
             workspaces.use(event.phase, compute_stream)
-            live[Category.other] += allocator.allocated_bytes - before
-        key, category = id(event.entry), event.entry.category
+            if taken := allocator.allocated_bytes - before:
+                workspace = Entry(ledger.device, compute_stream, Category.other)
+                events.append(Event(workspace, compute_stream, 0, taken, event.phase, ""))
+                sizes.append(taken)
         if event.before:
-            block = blocks.pop(key)
-            live[category] -= block.size
-            allocator.free(block)
-        if block := allocator.malloc(event.after, event.stream):
-            blocks[key] = block
-            live[category] += block.size
-        if allocator.allocated_bytes > highest:
-            highest, phase, module, breakdown = allocator.allocated_bytes, event.phase, event.module, live.copy()
+            allocator.free(blocks.pop(event.entry))
+        block = allocator.malloc(event.after, event.stream)
+        if block is not None:
+            blocks[event.entry] = block
+        events.append(event)
+        sizes.append(block.size if block else 0)
+    return _peak(events, sizes, allocator.reserved_peak_bytes)
+
+
+def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | None) -> PlannedPeak:
+    """The most that was allocated at a time.
+
+    Args:
+        events: of one device.
+        sizes: bytes of the storage after each event, as far as memory is concerned.
+        reserved_bytes: by the caching allocator, at its own peak.
+    """
+    live: dict[Entry, int] = {}
+    total = highest = 0
+    last = -1  # the event that leads to the peak
+    for index, (event, size) in enumerate(zip(events, sizes, strict=True)):
+        total += size - live.get(event.entry, 0)
+        live[event.entry] = size
+        if total > highest:
+            highest, last = total, index
+    births: dict[Entry, Event] = {}
+    live = {}
+    for event, size in zip(events[: last + 1], sizes, strict=False):
+        births.setdefault(event.entry, event)
+        live[event.entry] = size
+    breakdown: Counter[str] = Counter()
+    activations: Counter[str] = Counter()
+    unsharded: Counter[str] = Counter()
+    for entry, size in live.items():
+        breakdown[entry.category.value] += size
+        if entry.category is Category.activations:
+            activations[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", births[entry].module)] += size
+        elif entry.category in (Category.unsharded_parameters, Category.unsharded_gradients):
+            unsharded[entry.name or births[entry].module] += size
     return PlannedPeak(
         allocated_bytes=highest,
-        reserved_bytes=allocator.reserved_peak_bytes,
-        phase=phase.value,
-        module=module,
-        breakdown={category.value: breakdown[category] for category in Category},
+        reserved_bytes=reserved_bytes,
+        phase=(events[last].phase if events else Phase.init).value,
+        module=events[last].module if events else "",
+        breakdown={category.value: breakdown[category.value] for category in Category},
+        activations={name: nbytes for name, nbytes in activations.most_common() if nbytes},
+        unsharded={name: nbytes for name, nbytes in unsharded.most_common() if nbytes},
     )

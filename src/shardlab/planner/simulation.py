@@ -1,24 +1,29 @@
 """Runs the trainer's own `build` and `step` on fake tensors, a fake process group and a simulated device."""
 
 import gc
+import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardlab.build import build, make_model
 from shardlab.config import Config
+from shardlab.errors import ConfigError, describe
 from shardlab.planner.blocks import Count, lengthen, shorten
 from shardlab.planner.device import install
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
 from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, StepCounter
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,13 @@ def simulate(config: Config, *, world_size: int, on_cpu: bool) -> Simulation:
         mesh = make_mesh(config.sharding, device_type=device.type, world_size=world_size)
         # Real tensors may meet fake ones: FSDP2 and DTensor keep a few small ones of their own.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-            ledger, counts = None, None
             model = make_model(config.model)
+            record = None
             if not config.plan.every_block and (blocks := shorten(model, config)):
-                ledger, counts = _simulate(config, model, device, mesh, fake_mode)
-                counts = lengthen(ledger, counts, blocks)
-                model = make_model(config.model)
-            if ledger is None or counts is None:
-                ledger, counts = _simulate(config, model, device, mesh, fake_mode)
+                with suppress(Exception):  # of a model that does not run without all of its blocks
+                    record = lengthen(*_simulate(config, model, device, mesh, fake_mode), blocks)
+                model = model if record else make_model(config.model)
+            ledger, counts = record or _simulate(config, model, device, mesh, fake_mode)
     finally:
         gc.unfreeze()
         dist.destroy_process_group()
@@ -71,19 +75,38 @@ def _simulate(
     sample = _sample(config)
     ledger = Ledger(device, fake_mode=fake_mode)
     counter = _Counter(ledger)
-    with ledger:
-        built = build(config, model=model, device=device, mesh=mesh)
-    ledger.watch(built.model, built.optimizers)
-    built.model.train()
-    for step in range(min(WINDOW_STEPS, config.train.steps)):
-        batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
+    try:
         with ledger:
-            ledger.begin_step([tensor for batch in batches for tensor in batch])
-            with counter if step == 0 else nullcontext():
-                built.step(batches)
-        del batches
-    ledger.close()
+            built = build(config, model=model, device=device, mesh=mesh)
+        ledger.watch(built.model, built.optimizers)
+        built.model.train()
+        for step in range(min(WINDOW_STEPS, config.train.steps)):
+            batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
+            with ledger:
+                ledger.begin_step([tensor for batch in batches for tensor in batch])
+                with counter if step == 0 else nullcontext():
+                    built.step(batches)
+            del batches
+    except ConfigError:
+        raise
+    except Exception as error:
+        log.info("the simulation failed", exc_info=True)
+        raise ConfigError(_problem(error, ledger)) from error
+    finally:
+        ledger.close()
     return ledger, counter.counts
+
+
+def _problem(error: Exception, ledger: Ledger) -> str:
+    """Why a model cannot be planned, with the operator and the module that stopped it."""
+    operator, module = ledger.failed_at or ("its Python code", "")
+    where = f"model: {operator} in {module or 'the model itself'} cannot be planned"
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            f"{where}: what comes next depends on values, and a plan has shapes only: write it without, such as with "
+            "torch.where, or train without a plan (plan.before_train=false)"
+        )
+    return f"{where} ({describe(error)}): do model and data go together?"
 
 
 class _Counter(StepCounter):

@@ -58,7 +58,9 @@ class Entry:
     stream: object  # on which it was allocated last
     category: Category
     size: int = 0  # bytes, now
-    name: str = ""  # of the parameter or buffer whose memory, or whose gradient's, this is
+    name: str = (
+        ""  # of the parameter or buffer whose memory, or whose gradient's, this is; of the unit it is gathered for
+    )
     made_from: Sequence["Entry | None"] = ()  # while building and updating: what an operator made it from
 
 
@@ -113,6 +115,7 @@ class Ledger(TorchDispatchMode):
         self.device = device.type
         self.events: list[Event] = []
         self.step_starts: list[int] = []  # index in `events` where each step begins; before the first lies `build`
+        self.failed_at: tuple[str, str] | None = None  # the first operator that raised an error, and in which module
         self._phase = Phase.init
         self._born_as = Category.other
         self._fake_mode = fake_mode
@@ -192,7 +195,11 @@ class Ledger(TorchDispatchMode):
             return args[0]  # nothing is made, and there are thousands when a model is initialised
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed_at = self.failed_at or (str(func).removesuffix(".default"), self._where()[1])
+            raise
         if self._paused:
             return out
         results = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
@@ -228,7 +235,7 @@ class Ledger(TorchDispatchMode):
         return entry
 
     def entry_of(self, tensor: Any) -> Entry | None:
-        """The entry of a tensor's storage, while it lives; None where that is not recorded, and for what is no tensor."""
+        """The entry of a tensor's storage while it lives; None where it is not recorded, and for what is no tensor."""
         if not isinstance(tensor, torch.Tensor):
             return None
         found = self._live.get(_local(tensor).untyped_storage()._cdata)
@@ -293,7 +300,9 @@ class Ledger(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             self._label([parameter.grad], Category.gradients)
             self._name(parameter.grad, name)
-        self._label(_gathered_parameters(model), Category.unsharded_parameters)
+        for unit, tensor in _gathered_parameters(model):
+            self._label([tensor], Category.unsharded_parameters)
+            self._name(tensor, unit)
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._label(_state(optimizer), Category.optimizer)
@@ -365,13 +374,14 @@ def _state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
 
 
-def _gathered_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The buffers of FSDP2 that hold unsharded parameters while they are gathered."""
+def _gathered_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of FSDP2 that hold unsharded parameters while they are gathered, with the name of their unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    yield from parameter.all_gather_outputs
+                    for buffer in parameter.all_gather_outputs:
+                        yield group._module_fqn or "the root", buffer
 
 
 def _current_stream(device: torch.device) -> object:
