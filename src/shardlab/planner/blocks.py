@@ -202,6 +202,8 @@ class _Path:
         self.blocks = blocks
         self.extra = blocks.count - KEPT
         self.visits = self._visits()
+        self._names: dict[tuple[str, int, int], str] = {}
+        self._growths: dict[int, int] = {}
         self.births: dict[int, _Birth] = {}
         self.born_bytes: dict[int, int] = {}
         for visit in self.visits:
@@ -326,16 +328,20 @@ class _Path:
         key = _Birth(birth.way, self._place(birth.block, visit, block), birth.place)
         new = made.get(key)
         if new is None:
-            name = entry.name
-            if (index := self.blocks.index(name)) is not None:
-                name = self.blocks.moved(name, self._place(index, visit, block))
+            name = self._name(entry.name, visit, block)
             new = made[key] = Entry(entry.device, entry.stream, entry.category, name=name)
-        module = event.module
-        if (index := self.blocks.index(module)) is not None:
-            module = self.blocks.moved(module, self._place(index, visit, block))
-        before, after = (self._size(entry, size) for size in (event.before, event.after))
-        new.size = after
-        return Event(new, event.stream, before, after, event.phase, module)
+        before, after = self._size(entry, event.before), self._size(entry, event.after)
+        return Event(new, event.stream, before, after, event.phase, self._name(event.module, visit, block))
+
+    def _name(self, name: str, visit: _Visit, block: int) -> str:
+        """A module's or parameter's name in the whole model."""
+        if not name:
+            return name
+        key = (name, visit.block, block)
+        if key not in self._names:
+            index = self.blocks.index(name)
+            self._names[key] = name if index is None else self.blocks.moved(name, self._place(index, visit, block))
+        return self._names[key]
 
     def _place(self, index: int, visit: _Visit, block: int) -> int:
         """Where in the whole model that lies which is in block `index` as seen from a visit."""
@@ -348,7 +354,10 @@ class _Path:
 
     def _size(self, entry: Entry, size: int) -> int:
         """A size, which is larger in the whole model for what joins a part of each parameter."""
-        return size + self.extra * self._growth(entry) if size == self.born_bytes[id(entry)] else size
+        growth = self._growths.get(id(entry))
+        if growth is None:
+            growth = self._growths[id(entry)] = self._growth(entry)
+        return size + self.extra * growth if growth and size == self.born_bytes[id(entry)] else size
 
     def _growth(self, entry: Entry) -> int:
         """Bytes by which a storage grows with each block."""

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils import backend_registration
 
 from shardlab.planner import cuda_kernels
 from shardlab.planner.autocast import Autocast
+from shardlab.sharding import rows_of
 
 NAME = "sim"
 _registered: list[torch.library.Library] = []  # kept, since a library takes its registrations back when it dies
@@ -96,6 +98,7 @@ def install() -> torch.device:
     _map_generators()
     _map_pinned_memory()
     _map_tensor_factory()
+    _map_chunks()
     _registered.extend([cuda_kernels.register(), *Autocast(NAME).register()])
     return torch.device(NAME, 0)
 
@@ -103,6 +106,27 @@ def install() -> torch.device:
 def _map_tensor_factory() -> None:
     """Lets `torch.tensor(data, device)` be made: on the host first, since there is no device to make it on."""
     FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment, method-assign]
+
+
+class _Chunks:
+    """`torch.chunk` and empty tensors up to the number asked for, each made when it is looked at."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int):
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        rows = rows_of(self._tensor.shape[self._dim], self._count, range(self._count)[index])
+        if rows.start == rows.stop:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, rows.start, rows.stop - rows.start)
+
+
+def _map_chunks() -> None:
+    """Cuts parameters into shards one by one: FSDP2 needs two of them, which of 1024 fake ones takes most of a plan."""
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
 
 
 def _map_generators() -> None:
