@@ -17,7 +17,14 @@ from tests.training import ROOT
 SECONDS = 120.0  # until a command counts as hanging
 
 # Small, silent and quick; what a test wants otherwise comes later on the command line.
-QUICK = ("model=mlp", "data=random_classes", "tracking=none", "train.eval_every=null", "plan.before_train=false")
+QUICK = (
+    "model=mlp",
+    "data=random_classes",
+    "tracking=none",
+    "train.eval_every=null",
+    "plan.before_train=false",
+    "plan.timeline=false",
+)
 
 # A user's own model and data, which do as asked on one rank, at the first sample of one step.
 USERS_MODULE = """

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlab.device import Cpu
 from shardlab.display import closing_rows, header, planned_row
 from shardlab.errors import Interrupted
-from shardlab.planner.ahead import Prediction
+from shardlab.telemetry.prediction import Prediction
 from shardlab.tracking import RunHeader, make_tracker
 from shardlab.tracking.config import TrackingConfig, WandbConfig, WandbMode
 from shardlab.trainer import Datasets

@@ -162,7 +162,7 @@ def test_each_job_of_a_multirun_names_its_mistake_and_the_others_run(folder: Pat
     experiments = {"fine": experiment({"model": "net"}, "")}
     experiments |= {name: experiment(groups, keys) for name, (groups, keys, _) in MISTAKES.items()}
     write_choices(folder, "experiment", experiments)
-    everywhere = ("tracking=none", "tracking.display=none", "train.steps=1", "train.eval_every=null")
+    everywhere = (*QUICK[2:], "tracking.display=none", "train.steps=1")
     ended = run(folder, "-m", "--config-dir=conf", *everywhere, f"experiment={','.join(experiments)}")
     assert ended.code == 2
     lines = ended.err.splitlines()

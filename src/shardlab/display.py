@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab.build import Built
 from shardlab.config import Config
 from shardlab.device import Device
-from shardlab.planner.ahead import Prediction
+from shardlab.telemetry.prediction import Prediction
 from shardlab.tracking import RunHeader, format_count, format_gib
 from shardlab.trainer import Datasets
 

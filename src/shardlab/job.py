@@ -18,10 +18,12 @@ from shardlab.display import closing_rows, header, planned_row
 from shardlab.distributed import Ranks, from_first_rank, over_ranks, process_group
 from shardlab.errors import ConfigError, Interrupted, RunEnded, TrainingError, describe
 from shardlab.interrupt import Interrupt, watch_signals
-from shardlab.planner.ahead import Ahead, NoPlan, Prediction
+from shardlab.planner.ahead import Ahead, NoPlan
 from shardlab.run_folder import RunFolder, Status
 from shardlab.sharding import degenerate_mesh, make_mesh
 from shardlab.telemetry import Ledger
+from shardlab.telemetry.prediction import Prediction
+from shardlab.telemetry.timeline import write_timeline
 from shardlab.tracking import Tracker, make_tracker
 from shardlab.trainer import Datasets, Trainer, largest_over_ranks
 
@@ -123,6 +125,9 @@ class _Job:
             prediction=self.prediction,
         )
         self.trainer.fit()
+        if config.plan.timeline and place.is_first:
+            ledger.close()  # of a run that is shorter than the window
+            write_timeline(self.folder.timeline_file, ledger, title=f"Measured: {' '.join(self._tags())}")
         memory = largest_over_ranks(self.trainer.memory.summary())
         figures = {**self.trainer.figures(), "memory": memory, "plan": self._plan(memory)}
         self.end(Status.completed, None, figures)

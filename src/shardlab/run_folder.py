@@ -38,6 +38,10 @@ class RunFolder:
     def log_file(self) -> Path:
         return self.path / "train.log"
 
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / "memory_timeline.html"
+
     def check_unused(self) -> None:
         """Raises ConfigError where the folder holds a run already: it would be overwritten."""
         if (self.path / "summary.json").exists():

@@ -17,7 +17,6 @@ from shardlab.distributed import Ranks, over_ranks
 from shardlab.errors import ConfigError, TrainingError
 from shardlab.interrupt import Interrupt
 from shardlab.optimizer import make_schedulers
-from shardlab.planner.ahead import Prediction
 from shardlab.precision import autocast, compute_dtype
 from shardlab.step import StepOutput, loss_and_correct
 from shardlab.targets import make
@@ -29,6 +28,7 @@ from shardlab.telemetry import (
     Throughput,
     reduce_over_ranks,
 )
+from shardlab.telemetry.prediction import Prediction
 from shardlab.telemetry.quality import Quality
 from shardlab.tracking import Tracker
 

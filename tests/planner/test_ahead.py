@@ -16,7 +16,8 @@ from shardlab.data.random_classes import RandomClasses
 from shardlab.distributed import Ranks
 from shardlab.errors import Interrupted
 from shardlab.planner import ahead
-from shardlab.planner.ahead import Ahead, NoPlan, Prediction
+from shardlab.planner.ahead import Ahead, NoPlan
+from shardlab.telemetry.prediction import Prediction
 from tests.commands import Command, read_json, rows_of, run
 from tests.tracking.conftest import wandb_summary
 from tests.training import config_of

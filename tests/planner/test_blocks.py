@@ -62,7 +62,11 @@ def planner():
 @pytest.mark.parametrize(("overrides", "on_cpu"), [
     ("activation=selective precision=bf16 accumulation=reduce_every accumulation.steps=2", False),
     ("sharding=shard_grad_op optimizer=muon", True),
-    ("sharding=hybrid_shard sharding.replicas=2 precision=fp16 activation=full accumulation=reduce_last accumulation.steps=2 train.steps=3", False),
+    (
+        "sharding=hybrid_shard sharding.replicas=2 precision=fp16 activation=full accumulation=reduce_last "
+        "accumulation.steps=2 train.steps=3",
+        False,
+    ),
     ("sharding=shard_optimizer optimizer=sgd precision=bf16_autocast", False),
     ("sharding=no_shard activation=selective train.clip_norm=null", True),
     ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),

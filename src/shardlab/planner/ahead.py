@@ -16,16 +16,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardlab.config import Config
 from shardlab.distributed import Ranks
 from shardlab.errors import describe
-from shardlab.planner.cluster import GIB, ClusterConfig, resolve
+from shardlab.planner.cluster import ClusterConfig, resolve
+from shardlab.telemetry.prediction import Prediction
 
 log = logging.getLogger(__name__)
 
@@ -38,34 +38,6 @@ _OF_A_LAUNCHER = re.compile(r"(GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(LOCAL|
 
 class NoPlan(RuntimeError):
     """There is no plan; the message is one line that says why."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan says of the peak of the memory window, in bytes."""
-
-    allocated_bytes: int
-    reserved_bytes: int | None  # None on a CPU
-    capacity_bytes: int | None  # None where it is not known
-    fits: bool | None
-
-    def metrics(self) -> dict[str, float]:
-        """`plan/allocated_peak_gib`, and where memory is reserved `plan/reserved_peak_gib`."""
-        sizes = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
-        return {f"plan/{kind}_peak_gib": size / GIB for kind, size in sizes.items() if size is not None}
-
-    def error_pct(self, memory: Mapping[str, Any]) -> float | None:
-        """By how much the plan is above what was measured, in percent of that; below, where it is negative.
-
-        Of reserved memory where something is reserved, else of allocated memory.
-
-        Args:
-            memory: `memory` of the summary, after the whole window.
-        """
-        planned, measured = self.reserved_bytes, memory.get("reserved_peak_bytes")
-        if planned is None or not measured:
-            planned, measured = self.allocated_bytes, memory.get("allocated_peak_bytes")
-        return (planned - measured) / measured * 100 if measured else None
 
 
 class Ahead:

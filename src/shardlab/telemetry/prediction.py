@@ -1,0 +1,35 @@
+"""What was predicted of a run's memory, to be held against what is measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan says of the peak of the memory window, in bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int | None  # None on a CPU
+    capacity_bytes: int | None  # None where it is not known
+    fits: bool | None
+
+    def metrics(self) -> dict[str, float]:
+        """`plan/allocated_peak_gib`, and where memory is reserved `plan/reserved_peak_gib`."""
+        sizes = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
+        return {f"plan/{kind}_peak_gib": size / GIB for kind, size in sizes.items() if size is not None}
+
+    def error_pct(self, memory: Mapping[str, Any]) -> float | None:
+        """By how much the plan is above what was measured, in percent of that; below, where it is negative.
+
+        Of reserved memory where something is reserved, else of allocated memory.
+
+        Args:
+            memory: `memory` of the summary, after the whole window.
+        """
+        planned, measured = self.reserved_bytes, memory.get("reserved_peak_bytes")
+        if planned is None or not measured:
+            planned, measured = self.allocated_bytes, memory.get("allocated_peak_bytes")
+        return (planned - measured) / measured * 100 if measured else None
