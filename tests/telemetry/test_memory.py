@@ -1,5 +1,6 @@
 """What a rank keeps in memory, against sizes worked out by hand."""
 
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from shardlab.device import Cpu
 from shardlab.telemetry import Ledger, MemoryMeter, reduce_over_ranks
+from shardlab.telemetry.ledger import Phase
 from shardlab.telemetry.memory import storage_nbytes
 from tests.training import CPU, batches_of, built_from, config_of
 
@@ -142,3 +144,29 @@ def test_rows_hold_gib_and_say_where_ranks_differ():
         "memory/alloc_retries_max": 2,
         "memory/ooms": 0,
     }
+
+
+def phases_and_modules(*overrides: str) -> tuple[list[str], set[str], list[str]]:
+    """Of the last step of a run: its phases in order, the modules of its backward, and who is running when it is over."""
+    config = config_of(*overrides)
+    ledger = Ledger(CPU)
+    with ledger:
+        built = built_from(config)
+    ledger.watch(built.model, built.optimizers)
+    for micro_batches in batches_of(config):
+        with ledger:
+            ledger.begin_step(micro_batches)
+            built.step(micro_batches)
+    events = ledger.events[ledger.step_starts[-1] :]
+    phases = [phase.value for phase, _ in itertools.groupby(event.phase for event in events)]
+    modules = {event.module for event in events if event.phase is Phase.backward}
+    return phases, modules, list(ledger._modules)
+
+
+def test_recomputed_forwards_belong_to_backward_and_norm_and_clipping_to_the_update(on_ranks):
+    run = ("model=llama_tiny", "model.layers=2", "data=random_tokens", "data.seq_len=16", "train.micro_batch=1",
+           "train.steps=2", "accumulation=reduce_every", "accumulation.steps=2", "activation=full")  # fmt: skip
+    ((phases, modules, running),) = on_ranks(1)(phases_and_modules, *run)
+    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+    assert {"layers.0.attention.wq", "layers.1.feed_forward.w2", "output"} <= modules
+    assert running == [""]  # though recomputation is left early, by an exception

@@ -132,9 +132,9 @@ def test_the_peak_is_marked_and_told_to_the_byte(tmp_path):
     assert f"<p>{sentence}</p>" in file.read_text(encoding="utf-8")
 
 
-def test_what_follows_the_last_backward_is_the_optimizers(tmp_path):
+def test_phases_of_several_micro_batches_are_numbered(tmp_path):
     """The norm and the clipping of gradients: of no forward, though none has begun to call itself otherwise."""
-    phases = [Phase.forward, Phase.backward, Phase.forward, Phase.backward, Phase.forward, Phase.optimizer]
+    phases = [Phase.forward, Phase.backward, Phase.forward, Phase.backward, Phase.optimizer]
     events = [birth(1, phase=phase) for phase in phases for _ in range(2)]
     step, _ = views_of(ledger_of(events, step_starts=[0]), tmp_path / "page.html")
     labels = [note["text"] for note in step["layout"]["annotations"][:-1]]
@@ -171,7 +171,7 @@ def timeline_of_run(file: Path, *overrides: str) -> list[dict[str, Any]]:
     ledger.watch(built.model, built.optimizers)
     for micro_batches in batches_of(config):
         with ledger:
-            ledger.begin_step([tensor for batch in micro_batches for tensor in batch])
+            ledger.begin_step(micro_batches)
             built.step(micro_batches)
     ledger.close()
     views = views_of(ledger, file)

@@ -83,7 +83,7 @@ def _simulate(
         for step in range(min(WINDOW_STEPS, config.train.steps)):
             batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
             with ledger:
-                ledger.begin_step([tensor for batch in batches for tensor in batch])
+                ledger.begin_step(batches)
                 with counter if step == 0 else nullcontext():
                     built.step(batches)
             del batches

@@ -120,6 +120,7 @@ class Ledger(TorchDispatchMode):
         self._born_as = Category.other
         self._fake_mode = fake_mode
         self._live: dict[int, tuple[weakref.ref, Entry]] = {}
+        self._forwards_left = 0  # in this step
         self._paused = False
         self._modules: list[str] = [""]  # whose forward is running, the innermost last
         # Where autograd's sequence number stood when a forward was entered or left, and in whose forward that led.
@@ -147,18 +148,21 @@ class Ledger(TorchDispatchMode):
         self._hooks.clear()
         self._live.clear()
 
-    def begin_step(self, inputs: Iterable[torch.Tensor]) -> None:
+    def begin_step(self, micro_batches: Iterable[Iterable[torch.Tensor]]) -> None:
         """Begins a step; what it makes before the first forward are its inputs.
 
         Args:
-            inputs: the batches. Those that lie on the device already count from now on.
+            micro_batches: the tensors of each. Those that lie on the device already count from now on.
         """
         gc.collect()
         self.step_starts.append(len(self.events))
         self._phase, self._born_as = Phase.forward, Category.inputs
-        for tensor in inputs:
-            if tensor.device.type == self.device:
-                self._track(tensor, makes_storage=True)
+        self._forwards_left = 0
+        for batch in micro_batches:
+            self._forwards_left += 1
+            for tensor in batch:
+                if tensor.device.type == self.device:
+                    self._track(tensor, makes_storage=True)
 
     def peak(self, device: str | None = None) -> Peak:
         """The most that was allocated at a time, and of what; on the ledger's device or on that of another type."""
@@ -267,8 +271,8 @@ class Ledger(TorchDispatchMode):
         """The phase, and the module in whose forward or backward this happens."""
         if not _in_backward():
             return self._phase, self._modules[-1]
-        # What follows the last backward, before the optimizer's own step, is unscaling and clipping.
-        self._phase, self._born_as = Phase.optimizer, Category.other
+        if self._forwards_left == 0:  # what follows is the update: unscaling and clipping, before the optimizer's step
+            self._phase, self._born_as = Phase.optimizer, Category.other
         if len(self._modules) > 1:  # a forward within backward: recomputation
             return Phase.backward, self._modules[-1]
         node = torch._C._current_autograd_node()
@@ -310,6 +314,7 @@ class Ledger(TorchDispatchMode):
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         if name == "":
             self._phase, self._born_as = Phase.forward, Category.activations
+            self._forwards_left -= 1
         self._modules.append(name)
         self._note_number()
 

@@ -70,7 +70,7 @@ class MemoryMeter:
         self._note_peaks(self._run_peak)
         self.reset_peak()
         with self._ledger:
-            self._ledger.begin_step([tensor for batch in micro_batches for tensor in batch])
+            self._ledger.begin_step(micro_batches)
             yield
         self._note_peaks(self._window_peak)
         self._window = self._ledger.peak()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.telemetry.ledger import Category, Event, Ledger, Phase
+from shardlab.telemetry.ledger import Category, Event, Ledger
 
 GIB = 1 << 30
 MAX_POINTS = 4000  # drawn of a view: more than a screen has pixels
@@ -93,7 +93,7 @@ def _views(ledger: Ledger) -> list[_View]:
     if not starts:
         return [window]
     events = events[starts[-1] :]
-    phases = _phases_of_step(events)
+    phases = [event.phase.value for event in events]
     step = _View(f"step {len(starts)}", events, phases, levels[starts[-1] :], _phase_sections(phases))
     return [step, window]
 
@@ -106,13 +106,6 @@ def _levels(events: Sequence[Event]) -> np.ndarray:
     changes = np.fromiter((event.after - event.before for event in events), dtype=np.int64, count=len(events))
     levels[np.arange(1, len(events) + 1), categories] = changes
     return levels.cumsum(axis=0)
-
-
-def _phases_of_step(events: Sequence[Event]) -> list[str]:
-    """The phase of each event; the norm and the clipping of gradients, after the last backward, as the optimizer's."""
-    phases = [event.phase for event in events]
-    after = max((i + 1 for i, phase in enumerate(phases) if phase is Phase.backward), default=len(phases))
-    return [phase.value for phase in phases[:after]] + [Phase.optimizer.value] * (len(phases) - after)
 
 
 def _phase_sections(phases: Sequence[str]) -> list[tuple[str, int, int]]:
