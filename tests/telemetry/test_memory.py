@@ -147,7 +147,7 @@ def test_rows_hold_gib_and_say_where_ranks_differ():
 
 
 def phases_and_modules(*overrides: str) -> tuple[list[str], set[str], list[str]]:
-    """Of the last step of a run: its phases in order, the modules of its backward, and who is running when it is over."""
+    """Of the last step of a run: its phases in order, the modules of its backward, and who runs when it is over."""
     config = config_of(*overrides)
     ledger = Ledger(CPU)
     with ledger:

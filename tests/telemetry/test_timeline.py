@@ -139,7 +139,7 @@ def test_phases_of_several_micro_batches_are_numbered(tmp_path):
     step, _ = views_of(ledger_of(events, step_starts=[0]), tmp_path / "page.html")
     labels = [note["text"] for note in step["layout"]["annotations"][:-1]]
     assert labels == ["forward 1", "backward 1", "forward 2", "backward 2", "optimizer"]
-    assert [(band["x0"], band["x1"]) for band in step["layout"]["shapes"]] == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 12)]
+    assert [(band["x0"], band["x1"]) for band in step["layout"]["shapes"]] == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
     assert step["places"][9] == "optimizer of layers.0"
 
 
