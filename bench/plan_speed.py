@@ -26,7 +26,7 @@ CASES = {
     "llama_tiny on 8 GPUs": ("cluster=h100_80gb", 6),
     "Llama-3 8B on 8 GPUs": ("experiment=published/torchtitan_llama3_8b_8xh100", 12),
     "Llama-3 70B on 256 GPUs": (f"model=llama3_70b cluster=h100_80gb cluster.nodes=32 activation=full {LLAMA3}", 25),
-    "Llama-3 405B on 1024 GPUs": (f"model=llama3_405b cluster=h100_80gb cluster.nodes=128 activation=full {LLAMA3}", 60),
+    "Llama-3 405B on 1024 GPUs": (f"model=llama3_405b cluster=h200 cluster.nodes=128 activation=full {LLAMA3}", 60),
 }  # fmt: skip
 
 
