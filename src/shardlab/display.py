@@ -9,7 +9,7 @@ from shardlab.build import Built
 from shardlab.config import Config
 from shardlab.device import Device
 from shardlab.telemetry.prediction import Prediction
-from shardlab.tracking import RunHeader, format_count, format_gib
+from shardlab.tracking import RunHeader, format_batch, format_count, format_gib
 from shardlab.trainer import Datasets
 
 
@@ -29,8 +29,7 @@ def header(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     train, accumulation, ranks = config.train, config.accumulation, mesh.size()
     shape = " x ".join(str(n) for n in mesh.shape)
-    micro_batches = f" x {accumulation.steps} micro-batches" if accumulation.steps != 1 else ""
-    batch = f"{train.micro_batch} samples{micro_batches} x {ranks} ranks = {train.global_batch}"
+    batch = format_batch(train.micro_batch, accumulation.steps or 1, ranks)
     tokens = datasets.tokens_per_sample
     rows = {
         "model": f"{choices.get('model', '')}, {format_count(count)} parameters"

@@ -70,7 +70,8 @@ def run(cfg: DictConfig) -> dict[str, Any] | None:
         folder = RunFolder(Path(hydra.runtime.output_dir))
         choices = {group: str(choice) for group, choice in hydra.runtime.choices.items()}
         # What is imported below imports FSDP, which takes seconds: a mistake found before is told without it.
-        if cfg.mode is Mode.plan:
+        # A run's own config.yaml, composed without the schema, has the mode as text.
+        if getattr(cfg.mode, "value", cfg.mode) == Mode.plan.value:
             from shardlab.planner.job import plan
 
             return plan(cfg, folder=folder, choices=choices) if place.is_first else None

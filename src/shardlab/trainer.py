@@ -14,8 +14,9 @@ from shardlab.config import Config
 from shardlab.data import IGNORE_INDEX, Batch, batches, eval_batches
 from shardlab.device import Device
 from shardlab.distributed import Ranks, over_ranks
-from shardlab.errors import ConfigError, TrainingError
+from shardlab.errors import TrainingError
 from shardlab.interrupt import Interrupt
+from shardlab.models.checks import check_data
 from shardlab.optimizer import make_schedulers
 from shardlab.precision import autocast, compute_dtype
 from shardlab.step import StepOutput, loss_and_correct
@@ -55,18 +56,8 @@ class Datasets:
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Raises ConfigError where the data has token ids, or positions, that the model does not know."""
-        longest = getattr(model, "max_seq_len", None)
-        if longest and self.tokens_per_sample and self.tokens_per_sample > longest:
-            raise ConfigError(
-                f"data.seq_len={self.tokens_per_sample} is longer than model.max_seq_len={longest}: lower the one, "
-                "or raise the other"
-            )
-        data_size, model_size = getattr(self.train, "vocab_size", None), getattr(model, "vocab_size", None)
-        if data_size and model_size and data_size > model_size:
-            raise ConfigError(
-                f"model.vocab_size={model_size} is smaller than the {data_size} token ids of the data: set "
-                f"model.vocab_size to at least {data_size}, or choose other data or another data.tokenizer"
-            )
+        vocab_size = getattr(self.train, "vocab_size", None)
+        check_data(model, tokens_per_sample=self.tokens_per_sample, vocab_size=vocab_size)
 
 
 class Trainer:

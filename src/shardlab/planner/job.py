@@ -1,18 +1,37 @@
 """`mode=plan`: plans the run that a config describes, shows the plan, and writes `plan.json`."""
 
 import json
-import sys
-from collections.abc import Mapping
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch.nn as nn
 from omegaconf import DictConfig, OmegaConf
 
-from shardlab.config import Config, check_offload, parse
+from shardlab.build import make_model
+from shardlab.config import Config, Fit, check_offload, parse
 from shardlab.errors import ConfigError
+from shardlab.models.checks import check_data
+from shardlab.planner.changes import Candidate, Change, candidates, change_of, composed_with
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice, resolve
-from shardlab.planner.plan import Plan, make_plan
+from shardlab.planner.plan import Plan, PlannedPeak, make_plan, plan_with_record
+from shardlab.planner.screen import GROUPS, ranks_of, show_changes, show_plan
+from shardlab.planner.search import largest_that_fits, micro_batches, sequence_lengths
+from shardlab.planner.states import states_of
+from shardlab.planner.workers import Workers
 from shardlab.run_folder import RunFolder, Status
+from shardlab.telemetry import Ledger
+from shardlab.telemetry.timeline import write_timeline
 from shardlab.tracking import format_gib
+
+FIT_KEYS = {Fit.micro_batch: "train.micro_batch", Fit.seq_len: "data.seq_len"}
+MAX_WORKERS = 8  # processes that plan changes; each takes some 0.3 GiB
+# Changes are begun for as long as the plan or the search took, within these bounds, and waited for as long again.
+CHANGES_SECONDS = (1.5, 10.0)
 
 
 def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -29,69 +48,207 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     Raises:
         ConfigError: for a mistake in the config.
     """
-    given: ClusterConfig = OmegaConf.to_object(cfg.cluster)  # type: ignore[assignment]
-    cluster = resolve(given, allow_cuda=cfg.device.name != "cpu")
-    config = parse(cfg, world_size=cluster.world_size, nodes=cluster.nodes or 1)
-    check_offload(config, on_cpu=cluster.device is ClusterDevice.cpu)
-    if config.precision.autocast and cluster.device is not ClusterDevice.cpu:
-        # The simulated device has no lists of which operators autocast casts: its plan would be one in fp32.
-        raise ConfigError(
-            f"precision.autocast={config.precision.autocast.name} cannot be planned for GPUs: plan it for cluster=cpu, "
-            "or use precision=bf16 or fp16"
-        )
+    cfg = _possible(_typed(cfg))
+    config, cluster = _read(cfg)
     folder.check_unused()
     folder.write_config(config)
     print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
-    made = make_plan(config, cluster)
-    (folder.path / "plan.json").write_text(json.dumps(made.to_dict(), indent=2) + "\n")
-    summary = {
-        "status": Status.completed.value,
-        "error": None,
-        "world_size": made.world_size,
-        "plan": {
-            "allocated_peak_bytes": made.peak.allocated_bytes,
-            "reserved_peak_bytes": made.peak.reserved_bytes,
-            "fits": made.fits,
-        },
-    }
-    folder.write_summary(summary)
-    _show(made, config, cluster, choices, str(folder.path / "plan.json"))
+    began = time.monotonic()
+    model, wanted, fit = make_model(config.model), config.plan.changes, None
+    check_data(model, tokens_per_sample=config.data.get("seq_len"), vocab_size=config.data.get("vocab_size"))
+    with Workers(_attempt, min(_cores(), MAX_WORKERS) if wanted else 0) as workers:
+        if cfg.plan.fit is None:
+            tasks = _tasks(cfg, config, cluster, choices)
+            waiting = workers.start(tasks)
+            made, ledger = plan_with_record(config, cluster)
+        else:
+            fit = _search(cfg, cluster, model)
+            cfg, made, ledger = _with(cfg, fit.key, fit.planned), fit.plan, fit.ledger
+            config = _parse(cfg, cluster)
+            tasks = waiting = _tasks(cfg, config, cluster, choices, given=(f"{fit.key}={fit.planned}",))
+        states = states_of(config, model, world_size=cluster.world_size)
+        record = {
+            **made.to_dict(),
+            "states": states and {f"{name}_bytes": nbytes for name, nbytes in asdict(states).items()},
+            "fit": fit and {"key": fit.key, "value": fit.value, "tried": {str(v): n for v, n in fit.tried.items()}},
+            "changes": [],
+        }
+        summary = _summary(made)
+        file = _write(record, folder)
+        folder.write_config(config)
+        folder.write_summary(summary)
+        verdict = fit.verdict if fit else None
+        if config.plan.timeline:
+            title = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
+            write_timeline(folder.timeline_file, ledger, title=f"Planned: {title} on {ranks_of(made, cluster)}")
+        show_plan(made, config, cluster, states=states, fit=verdict, choices=choices, file=str(file))
+        if wanted:
+            changes, done = _plan_changes(workers, waiting, made, time.monotonic() - began)
+            best = [change for change in changes if change.saves_bytes > 0][:wanted]
+            _write(record | {"changes": [asdict(change) for change in best]}, folder)
+            show_changes(best, planned=len(changes), left=len(tasks) - done)
     return summary
 
 
-def _show(made: Plan, config: Config, cluster: ClusterConfig, choices: Mapping[str, str], file: str) -> None:
-    peak, ranks = made.peak, f"{made.world_size} x {cluster.name or cluster.device.name}"
-    if made.capacity_bytes is None or made.headroom_bytes is None:
-        verdict = f"{format_gib(peak.needed_bytes)} on each of {ranks}"
+def _summary(made: Plan) -> dict[str, Any]:
+    peak = made.peak
+    sizes = {"allocated_peak_bytes": peak.allocated_bytes, "reserved_peak_bytes": peak.reserved_bytes}
+    return {
+        "status": Status.completed.value,
+        "error": None,
+        "world_size": made.world_size,
+        "plan": {**sizes, "fits": made.fits},
+    }
+
+
+def _write(record: Mapping[str, Any], folder: RunFolder) -> Path:
+    file = folder.path / "plan.json"
+    file.write_text(json.dumps(record, indent=2) + "\n")
+    return file
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What a search found."""
+
+    key: str
+    value: int | None  # the largest that fits; None if even the smallest does not
+    planned: int  # the value, or else the smallest
+    plan: Plan  # of it
+    ledger: Ledger
+    verdict: str
+    tried: Mapping[int, int]  # bytes that values need
+
+
+def _typed(cfg: DictConfig) -> DictConfig:
+    """The config over the schema, which a run's own `config.yaml` is composed without."""
+    typed = OmegaConf.merge(OmegaConf.structured(Config), cfg)
+    assert isinstance(typed, DictConfig)
+    return typed
+
+
+def _read(cfg: DictConfig) -> tuple[Config, ClusterConfig]:
+    cluster = _cluster(cfg)
+    return _parse(cfg, cluster), cluster
+
+
+def _cluster(cfg: DictConfig) -> ClusterConfig:
+    given: ClusterConfig = OmegaConf.to_object(cfg.cluster)  # type: ignore[assignment]
+    return resolve(given, allow_cuda=cfg.device.name != "cpu")
+
+
+def _parse(cfg: DictConfig, cluster: ClusterConfig) -> Config:
+    config = parse(cfg, world_size=cluster.world_size, nodes=cluster.nodes or 1)
+    check_offload(config, on_cpu=cluster.device is ClusterDevice.cpu)
+    return config
+
+
+def _with(cfg: DictConfig, key: str, value: int) -> DictConfig:
+    changed = cfg.copy()
+    OmegaConf.update(changed, key, value)
+    return changed
+
+
+# ---- plan.fit
+
+
+def _values(cfg: DictConfig, cluster: ClusterConfig, model: nn.Module | None = None) -> Sequence[int]:
+    """The values that `plan.fit` has to choose from; `model` is needed for sequence lengths."""
+    if cfg.plan.fit is Fit.seq_len:
+        return sequence_lengths(getattr(model, "max_seq_len", None))
+    return micro_batches(
+        global_batch=cfg.train.global_batch,
+        accumulation_steps=cfg.accumulation.steps,
+        world_size=cluster.world_size,
+    )
+
+
+def _possible(cfg: DictConfig) -> DictConfig:
+    """The config with a micro-batch to begin a search with, where the given one contradicts `train.global_batch`."""
+    if cfg.plan.fit is not Fit.micro_batch:
+        return cfg
+    values = _values(cfg, _cluster(cfg))
+    nearest = values[max(0, bisect_right(values, cfg.train.micro_batch) - 1)]
+    return _with(cfg, FIT_KEYS[Fit.micro_batch], nearest)
+
+
+def _search(cfg: DictConfig, cluster: ClusterConfig, model: nn.Module) -> _Fit:
+    """Plans values of the key that `plan.fit` names until the largest that fits is known."""
+    key, capacity = FIT_KEYS[cfg.plan.fit], cluster.usable_bytes
+    start = OmegaConf.select(cfg, key)
+    if capacity is None:
+        raise ConfigError(
+            f"plan.fit={cfg.plan.fit.name} needs a capacity, which cluster={cluster.name} lacks: choose a cluster that "
+            "has one, e.g. cluster=h100_80gb, or set cluster.memory_gib"
+        )
+    if start is None:
+        raise ConfigError(f"plan.fit={cfg.plan.fit.name}: the data has no {key}; use plan.fit=micro_batch")
+    values, plans = _values(cfg, cluster, model), dict[int, tuple[Plan, Ledger]]()
+
+    def needed_bytes(value: int) -> int:
+        plans[value] = plan_with_record(_parse(_with(cfg, key, value), cluster), cluster)
+        made = plans[value][0]
+        fits = "fits" if made.fits else "does not fit"
+        print(f"  {f'{key}={value}':<24}  {format_gib(made.peak.needed_bytes):>10}  {fits}", flush=True)
+        return made.peak.needed_bytes
+
+    value, tried = largest_that_fits(needed_bytes, capacity, values, start=start)
+    planned = values[0] if value is None else value
+    if value is None:
+        verdict = f"not even {key}={planned} fits"
+    elif value == values[-1]:
+        limit = "model.max_seq_len" if cfg.plan.fit is Fit.seq_len else f"train.global_batch={cfg.train.global_batch}"
+        verdict = f"{key}={value}: all that {limit} allows"
     else:
-        fits = f"fits, with {format_gib(made.headroom_bytes)} to spare"
-        lacks = f"does not fit: {format_gib(-made.headroom_bytes)} too much"
-        of = f"{format_gib(peak.needed_bytes)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
-        verdict = f"{fits if made.fits else lacks} ({of})"
-    where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
-    groups = ("model", "sharding", "precision", "optimizer", "activation")
-    train, steps = config.train, config.accumulation.steps
-    seq_len = config.data.get("seq_len")
-    rows = [
-        ("plan", verdict),
-        *((group, choices[group]) for group in groups if choices.get(group)),
-        (
-            "batch",
-            f"{train.micro_batch} samples x {steps} micro-batches x {made.world_size} ranks = {train.global_batch}"
-            + (f", {seq_len} tokens each" if seq_len else ""),
-        ),
-        ("peak allocated", f"{format_gib(peak.allocated_bytes)}, {where}"),
-    ]
-    if peak.reserved_bytes is not None:
-        rows.append(("peak reserved", format_gib(peak.reserved_bytes)))
-    rows += [(f"  {name.replace('_', ' ')}", format_gib(nbytes)) for name, nbytes in peak.breakdown.items() if nbytes]
-    if made.host_peak_bytes > 1 << 20:
-        rows.append(("host memory", format_gib(made.host_peak_bytes)))
-    rows += [
-        (name.removesuffix("_bytes").replace("_", "-"), f"{format_gib(nbytes)} per rank and step")
-        for name, nbytes in made.comm.items()
-        if nbytes
-    ]
-    rows += [("planned in", f"{made.wall_s:.1f} s"), ("file", file)]
-    width = max(len(label) for label, _ in rows)
-    sys.stdout.write("".join(f"  {label.ljust(width)}  {text}\n" for label, text in rows))
+        following = next(v for v in sorted(tried) if v > value)
+        verdict = f"{key}={value} is the largest that fits; {following} takes {format_gib(tried[following])}"
+    return _Fit(key, value, planned, *plans[planned], verdict, tried)
+
+
+# ---- changes
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A change to plan."""
+
+    candidate: Candidate
+    given: tuple[str, ...]  # overrides without it: what a search found
+
+
+def _tasks(
+    cfg: DictConfig,
+    config: Config,
+    cluster: ClusterConfig,
+    choices: Mapping[str, str],
+    given: tuple[str, ...] = (),
+) -> list[_Task]:
+    if not config.plan.changes:
+        return []
+    return [_Task(candidate, given) for candidate in candidates(config, cluster, composed=cfg, groups=choices)]
+
+
+def _attempt(task: _Task) -> PlannedPeak | None:
+    """The peak with a change; None where it cannot be composed or planned, so that there is nothing to propose."""
+    try:
+        config, cluster = _read(_typed(composed_with(task.given, task.candidate.overrides)))
+        return make_plan(config, cluster).peak
+    except Exception:
+        return None
+
+
+def _plan_changes(
+    workers: Workers[_Task, PlannedPeak | None], tasks: Sequence[_Task], base: Plan, seconds: float
+) -> tuple[list[Change], int]:
+    """Plans changes for a while. Returns those that could be planned, the best first, and how many were tried."""
+    peak, now = base.peak, time.monotonic()
+    unused_bytes = peak.needed_bytes - peak.allocated_bytes
+    tasks = sorted(tasks, key=lambda task: task.candidate.expected_bytes(peak.breakdown, unused_bytes), reverse=True)
+    seconds = min(max(seconds, CHANGES_SECONDS[0]), CHANGES_SECONDS[1])
+    done = list(workers.run(tasks, start_until=now + seconds, wait_until=now + 2 * seconds))
+    changes = [change_of(task.candidate, peak, base) for task, peak in done if peak is not None]
+    return sorted(changes, key=lambda change: change.saves_bytes, reverse=True), len(done)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from shardlab.config import Config
 from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
-from shardlab.telemetry.ledger import Category, Entry, Event, Ledger, Phase
+from shardlab.telemetry.ledger import ROOT_UNIT, Category, Entry, Event, Ledger, Phase
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | N
     for event, size in zip(events[: last + 1], sizes, strict=False):
         births.setdefault(event.entry, event)
         live[event.entry] = size
+    units = {event.entry.name for event in events if event.entry.category is Category.unsharded_parameters}
     breakdown: Counter[str] = Counter()
     activations: Counter[str] = Counter()
     unsharded: Counter[str] = Counter()
@@ -147,7 +148,7 @@ def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | N
         if entry.category is Category.activations:
             activations[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", births[entry].module)] += size
         elif entry.category in (Category.unsharded_parameters, Category.unsharded_gradients):
-            unsharded[entry.name or births[entry].module] += size
+            unsharded[entry.name or _unit_of(births[entry].module, units)] += size
     return PlannedPeak(
         allocated_bytes=highest,
         reserved_bytes=reserved_bytes,
@@ -157,3 +158,10 @@ def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | N
         activations={name: nbytes for name, nbytes in activations.most_common() if nbytes},
         unsharded={name: nbytes for name, nbytes in unsharded.most_common() if nbytes},
     )
+
+
+def _unit_of(module: str, units: Collection[str]) -> str:
+    """The unit that a module lies in: the innermost one; several modules of one unit are named with commas between."""
+    parts = {part: unit for unit in units for part in unit.split(", ")}
+    inside = [part for part in parts if module == part or module.startswith(f"{part}.")]
+    return parts[max(inside, key=len)] if inside else ROOT_UNIT

@@ -24,6 +24,7 @@ from shardlab.targets import make
 from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, StepCounter
 
 log = logging.getLogger(__name__)
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints what it raises, too
 
 
 @dataclass(frozen=True)

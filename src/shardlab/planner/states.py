@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from shardlab.config import Strategy
+import torch.nn as nn
+
+from shardlab.config import Config, Strategy
+from shardlab.sharding import find_blocks
 
 COUNTER_BYTES = 4  # torch.optim's `step` is an fp32 scalar; on CUDA its block takes 512 bytes of the allocator
 
@@ -110,6 +113,33 @@ def model_states(
         parameters=value_bytes * sum(_largest_share(shape, shards) for shape in shapes.values()),
         gradients=value_bytes * sum(_largest_share(shape, shards) for shape in trained.values()),
         optimizer=state_bytes,
+    )
+
+
+def states_of(config: Config, model: nn.Module, *, world_size: int) -> ModelStates | None:
+    """Bytes that rank 0 of a run keeps; None for an optimizer whose state is not known here.
+
+    Args:
+        config: as `config.parse` returned it.
+        model: as `build.make_model` made it.
+        world_size: number of ranks.
+    """
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    dims = {name: parameter.dim() for name, parameter in parameters.items() if name not in frozen}
+    blocks = [name for name, _ in find_blocks(model, config.model.get("units"))]
+    optimizer = optimizer_states(config.optimizer, dims, blocks)
+    if optimizer is None:
+        return None
+    sharding = config.sharding
+    return model_states(
+        {name: parameter.shape for name, parameter in parameters.items()},
+        optimizer,
+        strategy=sharding.strategy,
+        ranks=world_size,
+        replicas=int(sharding.replicas) if sharding.strategy.is_hybrid else 1,
+        value_bytes=config.precision.storage_dtype.torch.itemsize,
+        frozen=frozen,
     )
 
 

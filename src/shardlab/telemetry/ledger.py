@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+ROOT_UNIT = "the root"  # the name of FSDP2's unit for what no other one has taken
 WINDOW_STEPS = 3  # of the memory window: optimizer state is born in the first step, so later ones peak higher
 
 
@@ -386,7 +387,7 @@ def _gathered_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     for buffer in parameter.all_gather_outputs:
-                        yield group._module_fqn or "the root", buffer
+                        yield group._module_fqn or ROOT_UNIT, buffer
 
 
 def _current_stream(device: torch.device) -> object:

@@ -34,3 +34,9 @@ def format_seconds(seconds: float) -> str:
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if abs(number) >= 99.95 else f"{number:.1f}"
+
+
+def format_batch(micro_batch: int, steps: int, ranks: int) -> str:
+    """How a global batch comes about, in samples."""
+    micro_batches = f" x {steps} micro-batches" if steps != 1 else ""
+    return f"{micro_batch} samples{micro_batches} x {ranks} ranks = {micro_batch * steps * ranks}"

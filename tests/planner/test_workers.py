@@ -1,0 +1,80 @@
+"""Forked workers: what they do, when they stop, and that none is left."""
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from shardlab.planner.workers import Workers
+
+
+def do(task: str) -> tuple[str, int]:
+    """`sleep` takes long, `die` kills the process that does it."""
+    if task == "sleep":
+        time.sleep(30)
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task.upper(), os.getpid()
+
+
+def done_by(
+    count: int, first: list[str], then: list[str], start_seconds: float = 20, wait_seconds: float = 20
+) -> tuple[dict[str, tuple[str, int]], int, bool]:
+    """Results by task, this process, and whether all workers have ended."""
+    with Workers(do, count) as workers:
+        left = workers.start(first)
+        now = time.monotonic()
+        done = dict(workers.run([*left, *then], start_until=now + start_seconds, wait_until=now + wait_seconds))
+    return done, os.getpid(), not any(process.is_alive() for process in workers._processes)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Calls `done_by` in a process without threads, as the planner is."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda *args: pool.submit(done_by, *args).result()
+
+
+def test_tasks_are_done_in_other_processes(alone):
+    done, parent, ended = alone(2, ["a", "b", "c"], ["d", "e"])
+    assert {task: text for task, (text, _) in done.items()} == {task: task.upper() for task in "abcde"}
+    processes = {process for _, process in done.values()}
+    assert parent not in processes
+    assert 1 <= len(processes) <= 2
+    assert ended
+
+
+def test_a_task_that_takes_too_long_is_left_and_its_worker_ended(alone):
+    began = time.monotonic()
+    done, _, ended = alone(2, ["sleep"], ["a", "b"], 0.5, 1.0)
+    assert set(done) == {"a", "b"}
+    assert ended
+    assert time.monotonic() - began < 10
+
+
+def test_nothing_is_begun_after_the_time_for_it(alone):
+    done, _, _ = alone(2, [], ["a", "b"], -1.0)
+    assert done == {}
+
+
+def test_a_worker_that_is_killed_loses_its_own_task_alone(alone):
+    done, _, _ = alone(2, [], ["die", "a", "b", "c"])
+    assert set(done) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_without_workers_the_same_is_done_in_this_process(alone, count):
+    done, parent, _ = alone(count, ["a"], ["b"])
+    assert {text for text, _ in done.values()} == {"A", "B"}
+    assert (parent in {process for _, process in done.values()}) == (count == 0)
+
+
+def test_a_process_with_threads_is_not_forked():
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with pool:  # has a thread in this process while it works
+        pool.submit(os.getpid).result()
+        done, parent, _ = done_by(2, ["a"], ["b"])
+    assert {process for _, process in done.values()} == {parent}
