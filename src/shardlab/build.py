@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardlab.activation import checkpoint_activations
 from shardlab.config import Config, Strategy
 from shardlab.errors import ConfigError
-from shardlab.initialization import initialize
+from shardlab.initialization import WithoutDraws, initialize
 from shardlab.optimizer import SlicedParameters, make_optimizers
 from shardlab.precision import grad_scaler, mixed_precision_policy, store_parameters
 from shardlab.sharding import Unit, find_blocks, find_units, shard
@@ -77,7 +77,7 @@ def make_model(config: dict[str, Any]) -> nn.Module:
     Raises:
         ConfigError: where the target is missing, or its constructor refuses its arguments.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutDraws():
         model = make("model", config, without=["units"])
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={config.get('_target_')} makes a {type(model).__name__}, not an nn.Module")

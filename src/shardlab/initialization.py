@@ -17,6 +17,14 @@ _BLOCKS = 64  # a parameter is drawn in so many blocks of rows, or in single row
 _RANDOM_OPS = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
 
 
+class WithoutDraws(TorchDispatchMode):
+    """Draws nothing: on the meta device there is nothing to draw, and PyTorch takes milliseconds to find that out."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        drawn_on_meta = func in _RANDOM_OPS and args[0].device.type == "meta"
+        return args[0] if drawn_on_meta else func(*args, **(kwargs or {}))
+
+
 @dataclass
 class _Target:
     """A parameter or buffer that is to be initialised."""

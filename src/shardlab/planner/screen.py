@@ -114,7 +114,7 @@ def ranks_of(made: Plan, cluster: ClusterConfig) -> str:
 
 
 def _largest(sizes: Mapping[str, int]) -> str:
-    first = [f"{name or 'the model itself'} {format_gib(nbytes)}" for name, nbytes in list(sizes.items())[:HOLDERS]]
+    first = [f"{name or 'outside of modules'} {format_gib(nbytes)}" for name, nbytes in list(sizes.items())[:HOLDERS]]
     rest = sum(list(sizes.values())[HOLDERS:])
     return ", ".join(first + ([f"{len(sizes) - HOLDERS} others {format_gib(rest)}"] if rest else []))
 
