@@ -143,7 +143,7 @@ class PlanConfig:
     fit: Fit | None = None
     changes: int = 3
     timeline: bool = True
-    every_block: bool = False
+    repeat: bool = True
 
 
 @dataclass

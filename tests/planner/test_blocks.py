@@ -1,4 +1,4 @@
-"""Repeating the record of a few equal blocks: the same, event by event, as simulating all of them."""
+"""Repeating the record of a few equal blocks, and of a step: the same, event by event, as simulating all of them."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.training import config_of
 
 RUN = (
     "model=llama_tiny", "model.layers=7", "data=random_tokens", "data.seq_len=32", "train.micro_batch=2",
-    "train.steps=2",
+    "train.steps=3",
 )  # fmt: skip
 
 
@@ -36,20 +36,24 @@ def record_of(config: Config, cluster: ClusterConfig) -> tuple[dict, list, list[
 
 
 def repeated_and_simulated(overrides: tuple[str, ...], on_cpu: bool) -> tuple[bool, tuple, tuple]:
-    """Whether blocks were left out; and the records with some of them, and with all, simulated."""
-    lengthened = []
-    original = simulation.lengthen
-    simulation.lengthen = lambda *args: lengthened.append(original(*args)) or lengthened[-1]
+    """Whether blocks and a step were left out; and the records with some of them, and with all, simulated."""
+    done = []
+    originals = simulation.lengthen, simulation.repeat_step
+
+    def noting(function):
+        return lambda *args: done.append(function(*args)) or done[-1]
+
+    simulation.lengthen, simulation.repeat_step = map(noting, originals)
     cluster = ClusterConfig(
         device=ClusterDevice.cpu if on_cpu else ClusterDevice.cuda, gpus_per_node=8, nodes=1, capability=[9, 0]
     )
     config = config_of(*overrides, world_size=8)
     try:
         some = record_of(config, cluster)
-        every = record_of(replace(config, plan=replace(config.plan, every_block=True)), cluster)
+        every = record_of(replace(config, plan=replace(config.plan, repeat=False)), cluster)
     finally:
-        simulation.lengthen = original
-    return bool(lengthened and lengthened[0]), some, every
+        simulation.lengthen, simulation.repeat_step = originals
+    return len(done) == 2 and all(done), some, every
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +68,14 @@ def planner():
     ("sharding=shard_grad_op optimizer=muon", True),
     (
         "sharding=hybrid_shard sharding.replicas=2 precision=fp16 activation=full accumulation=reduce_last "
-        "accumulation.steps=2 train.steps=3",
+        "accumulation.steps=2",
         False,
     ),
     ("sharding=shard_optimizer optimizer=sgd precision=bf16_autocast", False),
     ("sharding=no_shard activation=selective train.clip_norm=null", True),
     ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),
 ])  # fmt: skip
-def test_repeating_the_record_of_inner_blocks_gives_that_of_all_blocks(planner, overrides, on_cpu):
+def test_repeating_inner_blocks_and_the_second_step_gives_the_record_of_all(planner, overrides, on_cpu):
     was_repeated, some, every = planner(repeated_and_simulated, (*RUN, *overrides.split()), on_cpu)
     assert was_repeated
     assert some == every

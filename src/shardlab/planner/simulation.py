@@ -19,6 +19,7 @@ from shardlab.config import Config
 from shardlab.errors import ConfigError, describe
 from shardlab.planner.blocks import Count, lengthen, shorten
 from shardlab.planner.device import install
+from shardlab.planner.steps import repeat_step
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
 from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, StepCounter
@@ -55,7 +56,7 @@ def simulate(config: Config, *, world_size: int, on_cpu: bool) -> Simulation:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
             model = make_model(config.model)
             record = None
-            if not config.plan.every_block and (blocks := shorten(model, config)):
+            if config.plan.repeat and (blocks := shorten(model, config)):
                 with suppress(Exception):  # of a model that does not run without all of its blocks
                     record = lengthen(*_simulate(config, model, device, mesh, fake_mode), blocks)
                 model = model if record else make_model(config.model)
@@ -82,6 +83,8 @@ def _simulate(
         ledger.watch(built.model, built.optimizers)
         built.model.train()
         for step in range(min(WINDOW_STEPS, config.train.steps)):
+            if step > 1 and config.plan.repeat and repeat_step(ledger):
+                continue
             batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
             with ledger:
                 ledger.begin_step(batches)
