@@ -2,9 +2,11 @@
 
     python bench/plan_exact.py             # 270 combinations, about 50 minutes on 2 cores
     python bench/plan_exact.py --every 10  # each tenth of them
+    python bench/plan_exact.py --repeats   # plans that repeat equal blocks and steps against those that simulate all
 
 Each is planned in one process and measured by the trainer in others (2 ranks, hybrids on 4). Prints those that differ,
-by a byte, and writes bench/results/plan_exact.json.
+by a byte, and writes bench/results/plan_exact.json; with --repeats plan_repeats.json, where records are compared event
+by event, for 8 GPUs.
 """
 
 import argparse
@@ -19,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the tests' ranks and runs
 
 from record import record
+from tests.planner.test_blocks import RUN as SEVEN_BLOCKS
+from tests.planner.test_blocks import repeated_and_simulated
 from tests.planner.test_plan import RUN, planned
 from tests.ranks import RankPool
 from tests.training import measured_memory
@@ -36,6 +40,18 @@ def combinations() -> list[dict[str, str]]:
     """All that can be built: fp16 needs a fused optimizer, and PyTorch's fused SGD takes no sharded parameters."""
     every = (dict(zip(GROUPS, choice, strict=True)) for choice in itertools.product(*GROUPS.values()))
     return [c for c in every if (c["precision"], c["optimizer"]) != ("fp16", "sgd")]
+
+
+def compare_repeats(combination: dict[str, str], planner: ProcessPoolExecutor) -> str | None:
+    """Whether a record with repeated blocks and steps differs from one without; None where it does not."""
+    overrides = [f"{group}={choice}" for group, choice in combination.items()]
+    replicas = ("sharding.replicas=2",) if combination["sharding"].startswith("hybrid") else ()
+    micro_batches = () if combination["accumulation"] == "none" else ("accumulation.steps=2",)
+    run = (*SEVEN_BLOCKS, *overrides, *replicas, *micro_batches)
+    was_repeated, some, every = planner.submit(repeated_and_simulated, run, False).result()
+    if not was_repeated:
+        return "nothing was repeated"
+    return None if some == every else "the records differ"
 
 
 def compare(combination: dict[str, str], pools: dict[int, RankPool], planner: ProcessPoolExecutor) -> str | None:
@@ -57,13 +73,19 @@ def compare(combination: dict[str, str], pools: dict[int, RankPool], planner: Pr
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="compare each so-many-th combination")
-    every = parser.parse_args().every
+    parser.add_argument("--repeats", action="store_true", help="compare repeated records with simulated ones")
+    arguments = parser.parse_args()
+    every = arguments.every
     chosen, differences = combinations()[::every], {}
-    pools = {world_size: RankPool(world_size) for world_size in (2, 4)}
+    pools = {world_size: RankPool(world_size) for world_size in (() if arguments.repeats else (2, 4))}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as planner:
         for number, combination in enumerate(chosen, 1):
             name = " ".join(f"{group}={choice}" for group, choice in combination.items())
-            if difference := compare(combination, pools, planner):
+            if arguments.repeats:
+                difference = compare_repeats(combination, planner)
+            else:
+                difference = compare(combination, pools, planner)
+            if difference:
                 differences[name] = difference
                 print(f"{name}: {difference}")
             print(f"{number}/{len(chosen)} compared, {len(differences)} differ", end="\r", flush=True)
@@ -71,7 +93,8 @@ def main() -> None:
         pool.close()
     print()
     results = {"compared": len(chosen), "of": len(combinations()), "differ": differences}
-    print("written to", record("plan_exact", f"python bench/plan_exact.py --every {every}", results))
+    command = f"python bench/plan_exact.py --every {every}" + (" --repeats" if arguments.repeats else "")
+    print("written to", record("plan_repeats" if arguments.repeats else "plan_exact", command, results))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def planner():
         yield lambda *args: pool.submit(*args).result()
 
 
-# bench/plan_exact.py --blocks compares the whole matrix.
+# bench/plan_exact.py --repeats compares the whole matrix.
 @pytest.mark.parametrize(("overrides", "on_cpu"), [
     ("activation=selective precision=bf16 accumulation=reduce_every accumulation.steps=2", False),
     ("sharding=shard_grad_op optimizer=muon", True),

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardlab.errors import ConfigError
 from tests.training import ROOT
@@ -39,7 +40,10 @@ def planned(folder: Path, *overrides: str) -> dict:
         del cfg.hydra
         with contextlib.redirect_stdout(io.StringIO()) as screen:
             job.plan(cfg, folder=RunFolder(folder), choices=choices)
-    return json.loads((folder / "plan.json").read_text()) | {"screen": screen.getvalue()}
+    return json.loads((folder / "plan.json").read_text()) | {
+        "screen": screen.getvalue(),
+        "folder": folder,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,22 @@ def test_no_floor_is_shown_for_an_optimizer_that_is_not_known(plan):
     made = plan(*MLP, "optimizer=sgd", "optimizer._target_=torch.optim.RMSprop")
     assert made["states"] is None
     assert "model states" not in made["screen"]
+
+
+def test_the_modules_with_most_activations_and_the_unsharded_units_are_named(tiny):
+    peak = tiny["peak"]
+    assert sum(peak["activations"].values()) == peak["breakdown"]["activations"]
+    parts = ("unsharded_parameters", "unsharded_gradients")
+    assert sum(peak["unsharded"].values()) == sum(peak["breakdown"][part] for part in parts)
+    assert set(peak["unsharded"]) <= {"tok_embeddings", "layers.0", "norm, output", "the root"}
+    most = next(iter(peak["activations"]))
+    assert peak["activations"][most] == max(peak["activations"].values())
+    assert f"activations of          {most or 'outside of modules'} " in tiny["screen"]
+
+
+def test_a_page_with_the_timeline_is_written(tiny):
+    page = tiny["folder"] / "memory_timeline.html"
+    assert "Planned: model=llama_tiny sharding=full_shard" in page.read_text()
 
 
 # ---- changes
@@ -166,6 +186,27 @@ def test_mistakes_are_told_in_one_line(plan, overrides, message):
         plan("plan.changes=0", *overrides.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Branching(torch.nn.Module):
+    """What it does depends on values, in a module of its own."""
+
+    class Gate(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if x.sum() > 0 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(10, 5)
+        self.gate = Branching.Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.linear(x))
+
+
+def test_a_model_that_cannot_be_planned_is_told_the_operator_and_the_module_that_stop_it(plan):
+    with pytest.raises(ConfigError, match="model: aten._local_scalar_dense in gate cannot be planned: .* torch.where"):
+        plan("model=custom", f"model._target_={__name__}.Branching", "data=random_classes")
 
 
 # ---- the command

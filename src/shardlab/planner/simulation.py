@@ -107,8 +107,8 @@ def _problem(error: Exception, ledger: Ledger) -> str:
     where = f"model: {operator} in {module or 'the model itself'} cannot be planned"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return (
-            f"{where}: what comes next depends on values, and a plan has shapes only: write it without, such as with "
-            "torch.where, or train without a plan (plan.before_train=false)"
+            f"{where}: what it returns depends on values, and a plan has shapes only; write it without, such as with "
+            "torch.where"
         )
     return f"{where} ({describe(error)}): do model and data go together?"
 
