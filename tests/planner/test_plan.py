@@ -9,6 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
+from shardlab.models import MLP
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.plan import make_plan
 from tests.training import ROOT, config_of, measured_memory
@@ -59,10 +60,28 @@ def test_a_plan_for_cpus_equals_the_measurement_to_the_byte(on_ranks, plan_alone
     assert (measured[0]["phase"], measured[0]["module"]) == (peak["phase"], peak["module"])
 
 
-def test_a_model_of_another_kind_is_planned_to_the_byte_too(on_ranks, plan_alone):
-    run = ("model=mlp", "model.hidden_size=19", "data=random_classes", "train.steps=3", "train.eval_every=0")
+class HalfFrozen(MLP):
+    def __init__(self, **sizes: int):
+        super().__init__(**sizes)
+        self.fc1.requires_grad_(False)
+
+
+TINY_LLAMA = (
+    "{model_type: llama, vocab_size: 256, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 2, num_key_value_heads: 1}"
+)
+
+
+@pytest.mark.parametrize("overrides", [
+    ("model=mlp", "model.hidden_size=19", "data=random_classes"),
+    ("model=mlp", "model.hidden_size=64", f"model._target_={__name__}.HalfFrozen", "data=random_classes"),
+    ("model=hf", f"model.config={TINY_LLAMA}", "data=random_tokens", "data.seq_len=32"),
+])  # fmt: skip
+def test_models_of_other_kinds_are_planned_to_the_byte_too(on_ranks, plan_alone, overrides):
+    run = (*overrides, "train.steps=3", "train.eval_every=0")
     measured = on_ranks(2)(measured_memory, *run)[0]
     assert plan_alone(run, 2)["peak"]["breakdown"] == measured["breakdown"]
+    assert all(nbytes > 0 for nbytes in (measured["parameters_bytes"], measured["gradients_bytes"]))
 
 
 def plan_by_command(folder, *overrides: str, launcher: tuple[str, ...] = ()) -> dict:
