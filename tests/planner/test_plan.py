@@ -48,10 +48,11 @@ def plan_alone():
     "sharding=shard_optimizer optimizer=sgd accumulation=reduce_last",
     "sharding=hybrid_shard activation=selective accumulation=reduce_every",
     "sharding=hybrid_shard_zero2 precision=bf16",
+    "sharding=full_shard sharding.reshard_after_forward=2 precision=bf16 activation=selective",
 ])  # fmt: skip
 def test_a_plan_for_cpus_equals_the_measurement_to_the_byte(on_ranks, plan_alone, overrides):
     run = (*RUN, *overrides.split(), *(("sharding.replicas=2",) if "hybrid" in overrides else ()))
-    world_size = 4 if "hybrid" in overrides else 2
+    world_size = 4 if "hybrid" in overrides or "=2" in overrides else 2
     measured = on_ranks(world_size)(measured_memory, *run)
     peak = plan_alone(run, world_size)["peak"]
     assert sum(peak["breakdown"].values()) == peak["allocated_bytes"]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.utils import backend_registration
 
 from shardlab.planner import cuda_kernels
@@ -99,6 +100,7 @@ def install() -> torch.device:
     _map_pinned_memory()
     _map_tensor_factory()
     _map_chunks()
+    _map_meshes()
     _registered.extend([cuda_kernels.register(), *Autocast(NAME).register()])
     return torch.device(NAME, 0)
 
@@ -127,6 +129,17 @@ class _Chunks:
 def _map_chunks() -> None:
     """Cuts parameters into shards one by one: FSDP2 needs two of them, which of 1024 fake ones takes most of a plan."""
     _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+
+
+def _map_meshes() -> None:
+    """Makes the mesh of a partial reshard of real tensors: DeviceMesh reads its ranks, and fake ones have no values."""
+    real = _fully_shard._get_post_forward_mesh_info
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return real(*args, **kwargs)
+
+    _fully_shard._get_post_forward_mesh_info = make
 
 
 def _map_generators() -> None:
