@@ -29,7 +29,7 @@ def planned(folder: Path, *overrides: str) -> dict:
     from shardlab.planner import job
     from shardlab.run_folder import RunFolder
 
-    job.CHANGES_SECONDS = (40.0, 40.0)  # so that all are planned, on a busy machine too
+    job.CHANGES_SECONDS = (0.0, 40.0, 40.0)  # so that all are planned, on a busy machine too
     folder.mkdir()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=list(overrides), return_hydra_config=True)

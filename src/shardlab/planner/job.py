@@ -30,8 +30,8 @@ from shardlab.tracking import format_gib
 
 FIT_KEYS = {Fit.micro_batch: "train.micro_batch", Fit.seq_len: "data.seq_len"}
 MAX_WORKERS = 8  # processes that plan changes; each takes some 0.3 GiB
-# Changes are begun for as long as the plan or the search took, within these bounds, and waited for as long again.
-CHANGES_SECONDS = (1.5, 10.0)
+# Changes are begun for as long as the plan or the search took beyond the first of these, within the other two.
+CHANGES_SECONDS = (1.5, 0.5, 10.0)
 
 
 def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     began = time.monotonic()
     model, wanted, fit = make_model(config.model), config.plan.changes, None
     check_data(model, tokens_per_sample=config.data.get("seq_len"), vocab_size=config.data.get("vocab_size"))
-    with Workers(_attempt, min(_cores(), MAX_WORKERS) if wanted else 0) as workers:
+    with Workers(_attempt, min(_cores() - 1, MAX_WORKERS) if wanted else 0) as workers:
         if cfg.plan.fit is None:
             tasks = _tasks(cfg, config, cluster, choices)
             waiting = workers.start(tasks)
@@ -244,8 +244,10 @@ def _plan_changes(
     peak, now = base.peak, time.monotonic()
     unused_bytes = peak.needed_bytes - peak.allocated_bytes
     tasks = sorted(tasks, key=lambda task: task.candidate.expected_bytes(peak.breakdown, unused_bytes), reverse=True)
-    seconds = min(max(seconds, CHANGES_SECONDS[0]), CHANGES_SECONDS[1])
-    done = list(workers.run(tasks, start_until=now + seconds, wait_until=now + 2 * seconds))
+    free, least, most = CHANGES_SECONDS
+    begin_seconds = min(max(seconds - free, least), most)
+    wait_seconds = begin_seconds + 2 * seconds  # a change takes as long as the plan, and twice that beside another one
+    done = list(workers.run(tasks, start_until=now + begin_seconds, wait_until=now + wait_seconds))
     changes = [change_of(task.candidate, peak, base) for task, peak in done if peak is not None]
     return sorted(changes, key=lambda change: change.saves_bytes, reverse=True), len(done)
 

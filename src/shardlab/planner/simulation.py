@@ -19,6 +19,7 @@ from shardlab.config import Config
 from shardlab.errors import ConfigError, describe
 from shardlab.planner.blocks import Count, lengthen, shorten
 from shardlab.planner.device import install
+from shardlab.planner.fake_mode import QuickFakeMode
 from shardlab.planner.steps import repeat_step
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
@@ -53,7 +54,7 @@ def simulate(config: Config, *, world_size: int, on_cpu: bool) -> Simulation:
     try:
         mesh = make_mesh(config.sharding, device_type=device.type, world_size=world_size)
         # Real tensors may meet fake ones: FSDP2 and DTensor keep a few small ones of their own.
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        with QuickFakeMode(allow_non_fake_inputs=True) as fake_mode:
             model = make_model(config.model)
             record = None
             if config.plan.repeat and (blocks := shorten(model, config)):

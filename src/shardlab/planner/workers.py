@@ -49,12 +49,12 @@ class Workers(Generic[Task, Result]):
             process.join()
 
     def start(self, tasks: Sequence[Task]) -> list[Task]:
-        """Gives the first tasks to all workers but one, two each, while this process uses the core of that one.
+        """Gives the first tasks to the workers, two each, while this process does something else.
 
         Returns:
             The tasks that are left.
         """
-        busy = list(self._given)[1:]
+        busy = list(self._given)
         for index, task in enumerate(tasks[: 2 * len(busy)]):
             self._give(busy[index % len(busy)], task)
         return list(tasks[2 * len(busy) :])
@@ -62,22 +62,25 @@ class Workers(Generic[Task, Result]):
     def run(self, tasks: Iterable[Task], *, start_until: float, wait_until: float) -> Iterator[tuple[Task, Result]]:
         """Yields tasks with their results as they are done: those that were started, then these in their order.
 
+        This process does its share, so that there should be one worker less than there are cores.
+
         Args:
             tasks: to do, the most important first.
             start_until: `time.monotonic()` after which none is begun.
             wait_until: when to leave those that are not done.
         """
         waiting = deque(tasks)
-        while waiting and not self._given and time.monotonic() < start_until:
-            task = waiting.popleft()
-            yield task, self._function(task)
         while True:
             for connection, given in self._given.items():
                 if not given and waiting and time.monotonic() < start_until:
                     self._give(connection, waiting.popleft())
+            own = waiting.popleft() if waiting and time.monotonic() < start_until else None
+            if own is not None:
+                yield own, self._function(own)
             busy = [connection for connection, given in self._given.items() if given]
-            ready = wait(busy, timeout=max(0.0, wait_until - time.monotonic())) if busy else []
-            if not ready:
+            seconds = 0.0 if own is not None else max(0.0, wait_until - time.monotonic())
+            ready = wait(busy, timeout=seconds) if busy else []
+            if not ready and own is None:
                 return
             for connection in (connection for connection in busy if connection in ready):
                 try:
