@@ -54,12 +54,14 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     folder.write_config(config)
     print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
     began = time.monotonic()
-    model, wanted, fit = make_model(config.model), config.plan.changes, None
-    check_data(model, tokens_per_sample=config.data.get("seq_len"), vocab_size=config.data.get("vocab_size"))
+    wanted, fit = config.plan.changes, None
     with Workers(_attempt, min(_cores() - 1, MAX_WORKERS) if wanted else 0) as workers:
+        # What follows takes seconds: the workers begin before it.
+        tasks = _tasks(cfg, config, cluster, choices)
+        waiting = workers.start(tasks) if cfg.plan.fit is None else []
+        model = make_model(config.model)
+        check_data(model, tokens_per_sample=config.data.get("seq_len"), vocab_size=config.data.get("vocab_size"))
         if cfg.plan.fit is None:
-            tasks = _tasks(cfg, config, cluster, choices)
-            waiting = workers.start(tasks)
             made, ledger = plan_with_record(config, cluster)
         else:
             fit = _search(cfg, cluster, model)
