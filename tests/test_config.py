@@ -97,6 +97,7 @@ def test_accumulation_that_contradicts_the_global_batch_is_refused():
     ("train.eval_every", -5, "0 or null for never"),
     ("train.clip_norm", -1.0, "0 or null for no clipping"),
     ("precision.init_scale", 0.0, "positive"),
+    ("plan.changes", -1, "0 for none"),
 ])  # fmt: skip
 def test_what_is_out_of_range_is_refused(key, setting, way_out):
     refused({key: setting}, f"{key}={setting}", way_out)

@@ -141,7 +141,7 @@ class Fit(Enum):
 class PlanConfig:
     before_train: bool = True
     fit: Fit | None = None
-    changes: int = 3
+    changes: int | None = None
     timeline: bool = True
     repeat: bool = True
 
@@ -225,6 +225,8 @@ def _check_ranges(config: Config) -> None:
     for key, every in {"train.log_every": train.log_every, "train.eval_every": train.eval_every}.items():
         if every is not None and every < 0:
             raise ConfigError(f"{key}={every} must be a number of steps, or 0 or null for never")
+    if config.plan.changes is not None and config.plan.changes < 0:
+        raise ConfigError(f"plan.changes={config.plan.changes} must be a number of changes to show, or 0 for none")
     if train.clip_norm is not None and train.clip_norm < 0:
         raise ConfigError(f"train.clip_norm={train.clip_norm} must be positive, or 0 or null for no clipping")
     if precision.init_scale <= 0:

@@ -125,6 +125,12 @@ def test_no_changes_are_planned_where_none_are_to_be_shown(plan):
     assert "save" not in made["screen"]
 
 
+def test_changes_are_not_planned_for_a_run_that_takes_little_unless_they_are_asked_for(plan):
+    run = ("model=mlp", "data=random_classes", "cluster.memory_gib=1")
+    assert plan(*run)["changes"] == []
+    assert plan(*run, "plan.changes=1")["changes"]
+
+
 # ---- plan.fit
 
 
@@ -213,7 +219,14 @@ def test_a_model_that_cannot_be_planned_is_told_the_operator_and_the_module_that
 
 
 def test_the_command_plans_changes_of_its_own_command_line(tmp_path):
-    overrides = [*TINY, "cluster=h200", "activation=selective", "precision=bf16", f"hydra.run.dir={tmp_path}"]
+    overrides = [
+        *TINY,
+        "cluster=h200",
+        "plan.changes=3",
+        "activation=selective",
+        "precision=bf16",
+        f"hydra.run.dir={tmp_path}",
+    ]
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "mode=plan", *overrides],
         capture_output=True,

@@ -32,6 +32,8 @@ FIT_KEYS = {Fit.micro_batch: "train.micro_batch", Fit.seq_len: "data.seq_len"}
 MAX_WORKERS = 8  # processes that plan changes; each takes some 0.3 GiB
 # Changes are begun for as long as the plan or the search took beyond the first of these, within the other two.
 CHANGES_SECONDS = (1.5, 0.5, 10.0)
+# Shown where `plan.changes` leaves it open: so many, and none where a run takes less than this part of the memory.
+CHANGES, WORTH_A_CHANGE = 3, 0.1
 
 
 def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     folder.write_config(config)
     print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
     began = time.monotonic()
-    wanted, fit = config.plan.changes, None
+    wanted, fit = CHANGES if config.plan.changes is None else config.plan.changes, None
     with Workers(_attempt, min(_cores() - 1, MAX_WORKERS) if wanted else 0) as workers:
         # What follows takes seconds: the workers begin before it.
         tasks = _tasks(cfg, config, cluster, choices)
@@ -84,7 +86,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
             title = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
             write_timeline(folder.timeline_file, ledger, title=f"Planned: {title} on {ranks_of(made, cluster)}")
         show_plan(made, config, cluster, states=states, fit=verdict, choices=choices, file=str(file))
-        if wanted:
+        if wanted and (config.plan.changes or _is_worth_a_change(made)):
             changes, done = _plan_changes(workers, waiting, made, time.monotonic() - began)
             best = [change for change in changes if change.saves_bytes > 0][:wanted]
             _write(record | {"changes": [asdict(change) for change in best]}, folder)
@@ -225,7 +227,7 @@ def _tasks(
     choices: Mapping[str, str],
     given: tuple[str, ...] = (),
 ) -> list[_Task]:
-    if not config.plan.changes:
+    if config.plan.changes == 0:
         return []
     return [_Task(candidate, given) for candidate in candidates(config, cluster, composed=cfg, groups=choices)]
 
@@ -252,6 +254,10 @@ def _plan_changes(
     done = list(workers.run(tasks, start_until=now + begin_seconds, wait_until=now + wait_seconds))
     changes = [change_of(task.candidate, peak, base) for task, peak in done if peak is not None]
     return sorted(changes, key=lambda change: change.saves_bytes, reverse=True), len(done)
+
+
+def _is_worth_a_change(made: Plan) -> bool:
+    return made.capacity_bytes is None or made.peak.needed_bytes > WORTH_A_CHANGE * made.capacity_bytes
 
 
 def _cores() -> int:
