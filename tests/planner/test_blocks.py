@@ -72,7 +72,6 @@ def planner():
         False,
     ),
     ("sharding=shard_optimizer optimizer=sgd precision=bf16_autocast", False),
-    ("sharding=no_shard activation=selective train.clip_norm=null", True),
     ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),
 ])  # fmt: skip
 def test_repeating_inner_blocks_and_the_second_step_gives_the_record_of_all(planner, overrides, on_cpu):

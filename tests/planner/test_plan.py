@@ -20,33 +20,37 @@ RUN = (
 )  # fmt: skip
 
 
-def planned(overrides: tuple[str, ...], world_size: int) -> dict:
+SHORT = ("plan.changes=0", "plan.timeline=false")  # the plan alone
+
+
+def planned(overrides: tuple[str, ...], world_size: int, device: ClusterDevice = ClusterDevice.cpu) -> dict:
     config = config_of(*overrides, world_size=world_size)
-    return make_plan(config, ClusterConfig(device=ClusterDevice.cpu, gpus_per_node=world_size, nodes=1)).to_dict()
+    cluster = ClusterConfig(device=device, gpus_per_node=world_size, nodes=1, capability=[9, 0])
+    return make_plan(config, cluster).to_dict()
 
 
 @pytest.fixture(scope="module")
 def plan_alone():
     """Plans in a process of its own, which knows nothing of a run."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield lambda overrides, world_size: pool.submit(planned, overrides, world_size).result()
+        yield lambda *args: pool.submit(planned, *args).result()
 
 
 # A part of the matrix, in which each choice meets several of the others; bench/plan_exact.py runs the whole of it.
 @pytest.mark.parametrize("overrides", [
     "sharding=full_shard",
-    "sharding=full_shard precision=bf16 accumulation=reduce_every",
+    "sharding=full_shard precision=bf16 accumulation=reduce_every accumulation.steps=2",
     "sharding=full_shard precision=fp16 activation=full",
-    "sharding=full_shard activation=selective accumulation=reduce_last",
+    "sharding=full_shard activation=selective accumulation=reduce_last accumulation.steps=2",
     "sharding=full_shard precision=bf16_autocast",
     "sharding=full_shard optimizer=muon",
     "sharding=shard_grad_op optimizer=sgd activation=selective",
-    "sharding=shard_grad_op precision=bf16 accumulation=reduce_last",
-    "sharding=no_shard accumulation=reduce_every",
+    "sharding=shard_grad_op precision=bf16 accumulation=reduce_last accumulation.steps=2",
+    "sharding=no_shard accumulation=reduce_every accumulation.steps=2",
     "sharding=no_shard precision=bf16 activation=full",
     "sharding=shard_optimizer precision=bf16",
-    "sharding=shard_optimizer optimizer=sgd accumulation=reduce_last",
-    "sharding=hybrid_shard activation=selective accumulation=reduce_every",
+    "sharding=shard_optimizer optimizer=sgd accumulation=reduce_last accumulation.steps=2",
+    "sharding=hybrid_shard activation=selective accumulation=reduce_every accumulation.steps=2",
     "sharding=hybrid_shard_zero2 precision=bf16",
     "sharding=full_shard sharding.reshard_after_forward=2 precision=bf16 activation=selective",
 ])  # fmt: skip
@@ -93,7 +97,7 @@ def plan_by_command(folder, *overrides: str, launcher: tuple[str, ...] = ()) -> 
 
 
 def test_the_published_memory_of_llama3_8b_on_8_h100_is_met_within_3_percent(tmp_path):
-    plan = plan_by_command(tmp_path, "experiment=published/torchtitan_llama3_8b_8xh100")
+    plan = plan_by_command(tmp_path, "experiment=published/torchtitan_llama3_8b_8xh100", *SHORT)
     assert plan["peak"]["reserved_bytes"] / 2**30 == pytest.approx(82.4, rel=0.03)
     assert sum(plan["peak"]["breakdown"].values()) == plan["peak"]["allocated_bytes"]
     assert plan["fits"]
@@ -106,23 +110,24 @@ def test_the_published_memory_of_llama3_8b_on_8_h100_is_met_within_3_percent(tmp
 
 def test_torchrun_plans_once_on_rank_0(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    plan = plan_by_command(tmp_path, "model=mlp", "data=random_classes", "cluster=h200", launcher=torchrun)
+    run = ("model=mlp", "data=random_classes", "cluster=h200", *SHORT)
+    plan = plan_by_command(tmp_path, *run, launcher=torchrun)
     assert plan["world_size"] == 8
     assert plan["screen"].count("peak allocated") == 1
 
 
-def test_offloaded_states_are_planned_as_host_memory(tmp_path):
-    run = ("cluster=l40s", "precision=bf16", "data=random_tokens")
-    kept = plan_by_command(tmp_path / "kept", *run)
-    offloaded = plan_by_command(tmp_path / "offloaded", *run, "sharding.cpu_offload=true")
+def test_offloaded_states_are_planned_as_host_memory(plan_alone):
+    run = (*RUN, "precision=bf16")
+    kept = plan_alone(run, 8, ClusterDevice.cuda)
+    offloaded = plan_alone((*run, "sharding.cpu_offload=true"), 8, ClusterDevice.cuda)
     parameters = kept["peak"]["breakdown"]["parameters"]
     assert offloaded["peak"]["breakdown"]["parameters"] == offloaded["peak"]["breakdown"]["optimizer"] == 0
     assert offloaded["host_peak_bytes"] >= 4 * 0.9 * parameters  # parameters, gradients and Adam's two moments
 
 
-def test_autocast_on_gpus_takes_more_than_bf16_and_less_than_fp32(tmp_path):
-    run = ("cluster=h100_80gb", "model.layers=2", "data=random_tokens", "plan.changes=0", "plan.timeline=false")
-    precisions = ("bf16", "bf16_autocast", "fp32")
-    plans = [plan_by_command(tmp_path / name, *run, f"precision={name}") for name in precisions]
+def test_autocast_on_gpus_takes_more_than_bf16_and_less_than_fp32(plan_alone):
+    plans = [
+        plan_alone((*RUN, f"precision={name}"), 8, ClusterDevice.cuda) for name in ("bf16", "bf16_autocast", "fp32")
+    ]
     peaks = [plan["peak"]["allocated_bytes"] for plan in plans]
     assert peaks == sorted(set(peaks))
