@@ -94,6 +94,20 @@ def checked_model(*overrides: str) -> None:
     Datasets(config).check_model(make_model(config.model))
 
 
+def recorded_run(*overrides: str) -> Ledger:
+    """The ledger of a whole run, kept as the trainer keeps it in the memory window."""
+    config = config_of(*overrides)
+    ledger = Ledger(CPU)
+    with ledger:
+        built = built_from(config)
+    ledger.watch(built.model, built.optimizers)
+    for micro_batches in batches_of(config):
+        with ledger:
+            ledger.begin_step(micro_batches)
+            built.step(micro_batches)
+    return ledger
+
+
 def measured_memory(*overrides: str) -> dict[str, Any]:
     """What the trainer itself measures on this rank in the memory window: the `memory` of its summary."""
     config = config_of(*overrides)

@@ -10,7 +10,7 @@ from shardlab.device import Cpu
 from shardlab.telemetry import Ledger, MemoryMeter, reduce_over_ranks
 from shardlab.telemetry.ledger import Phase
 from shardlab.telemetry.memory import storage_nbytes
-from tests.training import CPU, batches_of, built_from, config_of
+from tests.training import CPU, batches_of, built_from, config_of, recorded_run
 
 RUN = (
     "model=mlp",
@@ -148,15 +148,7 @@ def test_rows_hold_gib_and_say_where_ranks_differ():
 
 def phases_and_modules(*overrides: str) -> tuple[list[str], set[str], list[str]]:
     """Of the last step of a run: its phases in order, the modules of its backward, and who runs when it is over."""
-    config = config_of(*overrides)
-    ledger = Ledger(CPU)
-    with ledger:
-        built = built_from(config)
-    ledger.watch(built.model, built.optimizers)
-    for micro_batches in batches_of(config):
-        with ledger:
-            ledger.begin_step(micro_batches)
-            built.step(micro_batches)
+    ledger = recorded_run(*overrides)
     events = ledger.events[ledger.step_starts[-1] :]
     phases = [phase.value for phase, _ in itertools.groupby(event.phase for event in events)]
     modules = {event.module for event in events if event.phase is Phase.backward}

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlab.telemetry.ledger import Category, Entry, Event, Ledger, Phase
 from shardlab.telemetry.timeline import MAX_POINTS, write_timeline
-from tests.training import CPU, batches_of, built_from, config_of
+from tests.training import CPU, recorded_run
 
 
 def views_of(ledger: Ledger, file: Path) -> list[dict[str, Any]]:
@@ -164,15 +164,7 @@ def test_the_page_loads_nothing_and_takes_no_markup_from_its_texts(tmp_path):
 
 def timeline_of_run(file: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains as configured with a ledger, as the trainer does; checks the page against the events."""
-    config = config_of(*overrides)
-    ledger = Ledger(CPU)
-    with ledger:
-        built = built_from(config)
-    ledger.watch(built.model, built.optimizers)
-    for micro_batches in batches_of(config):
-        with ledger:
-            ledger.begin_step(micro_batches)
-            built.step(micro_batches)
+    ledger = recorded_run(*overrides)
     ledger.close()
     views = views_of(ledger, file)
     totals = totals_of(ledger.events)
