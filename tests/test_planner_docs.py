@@ -62,7 +62,8 @@ def test_each_question_has_its_section_in_the_order_of_the_list():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_plans_that_compose_and_parse(command):
-    for overrides in jobs(command):
+    first, *others = jobs(command)
+    for overrides in (first, *others[-1:]):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = compose("config", overrides=overrides)
         cluster = resolve(OmegaConf.to_object(cfg.cluster))

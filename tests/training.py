@@ -105,6 +105,7 @@ def recorded_run(*overrides: str) -> Ledger:
         with ledger:
             ledger.begin_step(micro_batches)
             built.step(micro_batches)
+    ledger.close()  # before the model goes
     return ledger
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,6 @@ class RunFolder:
 
     def _write_whole(self, name: str, content: Mapping[str, Any]) -> None:
         """Replaces a file in one move, so that a reader never finds half of one."""
-        draft = self.path / f".{name}.{os.getpid()}"
+        draft = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}"  # two threads may end a run at once
         draft.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(draft, self.path / name)

@@ -64,15 +64,14 @@ def planner():
 
 # bench/plan_exact.py --repeats compares the whole matrix.
 @pytest.mark.parametrize(("overrides", "on_cpu"), [
-    ("activation=selective precision=bf16 accumulation=reduce_every accumulation.steps=2", False),
+    ("activation=selective precision=bf16", False),
+    ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),
     ("sharding=shard_grad_op optimizer=muon", True),
     (
         "sharding=hybrid_shard sharding.replicas=2 precision=fp16 activation=full accumulation=reduce_last "
         "accumulation.steps=2",
         False,
     ),
-    ("sharding=shard_optimizer optimizer=sgd precision=bf16_autocast", False),
-    ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),
 ])  # fmt: skip
 def test_repeating_inner_blocks_and_the_second_step_gives_the_record_of_all(planner, overrides, on_cpu):
     was_repeated, some, every = planner(repeated_and_simulated, (*RUN, *overrides.split()), on_cpu)

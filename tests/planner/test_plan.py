@@ -39,7 +39,7 @@ def plan_alone():
 # A part of the matrix, in which each choice meets several of the others; bench/plan_exact.py runs the whole of it.
 @pytest.mark.parametrize("overrides", [
     "sharding=full_shard",
-    "sharding=full_shard precision=bf16 accumulation=reduce_every accumulation.steps=2",
+    "sharding=full_shard accumulation=reduce_every accumulation.steps=2",
     "sharding=full_shard precision=fp16 activation=full",
     "sharding=full_shard activation=selective accumulation=reduce_last accumulation.steps=2",
     "sharding=full_shard precision=bf16_autocast",
@@ -47,12 +47,10 @@ def plan_alone():
     "sharding=shard_grad_op optimizer=sgd activation=selective",
     "sharding=shard_grad_op precision=bf16 accumulation=reduce_last accumulation.steps=2",
     "sharding=no_shard accumulation=reduce_every accumulation.steps=2",
-    "sharding=no_shard precision=bf16 activation=full",
-    "sharding=shard_optimizer precision=bf16",
     "sharding=shard_optimizer optimizer=sgd accumulation=reduce_last accumulation.steps=2",
     "sharding=hybrid_shard activation=selective accumulation=reduce_every accumulation.steps=2",
-    "sharding=hybrid_shard_zero2 precision=bf16",
-    "sharding=full_shard sharding.reshard_after_forward=2 precision=bf16 activation=selective",
+    "sharding=hybrid_shard_zero2",
+    "sharding=full_shard sharding.reshard_after_forward=2",
 ])  # fmt: skip
 def test_a_plan_for_cpus_equals_the_measurement_to_the_byte(on_ranks, plan_alone, overrides):
     run = (*RUN, *overrides.split(), *(("sharding.replicas=2",) if "hybrid" in overrides else ()))
