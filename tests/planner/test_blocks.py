@@ -66,7 +66,6 @@ def planner():
 @pytest.mark.parametrize(("overrides", "on_cpu"), [
     ("activation=selective precision=bf16", False),
     ('sharding.units=["layers.*","layers.*.attention"] sharding.reshard_last_unit=false precision=bf16', False),
-    ("sharding=shard_grad_op optimizer=muon", True),
     (
         "sharding=hybrid_shard sharding.replicas=2 precision=fp16 activation=full accumulation=reduce_last "
         "accumulation.steps=2",
