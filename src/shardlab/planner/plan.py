@@ -11,7 +11,7 @@ from shardlab.config import Config
 from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
-from shardlab.telemetry.ledger import ROOT_UNIT, Category, Entry, Event, Ledger, Phase
+from shardlab.telemetry.ledger import ROOT_UNIT, Category, Entry, Event, Ledger, Phase, peak_of
 
 
 @dataclass(frozen=True)
@@ -119,42 +119,31 @@ def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
 
 
 def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | None) -> PlannedPeak:
-    """The most that was allocated at a time.
+    """The most that was allocated at a time, and who held it.
 
     Args:
         events: of one device.
-        sizes: bytes of the storage after each event, as far as memory is concerned.
+        sizes: bytes that the event's storage takes after it.
         reserved_bytes: by the caching allocator, at its own peak.
     """
-    live: dict[Entry, int] = {}
-    total = highest = 0
-    last = -1  # the event that leads to the peak
-    for index, (event, size) in enumerate(zip(events, sizes, strict=True)):
-        total += size - live.get(event.entry, 0)
-        live[event.entry] = size
-        if total > highest:
-            highest, last = total, index
+    peak = peak_of(events, sizes)
     births: dict[Entry, Event] = {}
-    live = {}
-    for event, size in zip(events[: last + 1], sizes, strict=False):
+    for event in events:
         births.setdefault(event.entry, event)
-        live[event.entry] = size
-    units = {event.entry.name for event in events if event.entry.category is Category.unsharded_parameters}
-    breakdown: Counter[str] = Counter()
+    units = {entry.name for entry in births if entry.category is Category.unsharded_parameters}
     activations: Counter[str] = Counter()
     unsharded: Counter[str] = Counter()
-    for entry, size in live.items():
-        breakdown[entry.category.value] += size
+    for entry, size in peak.alive.items():
         if entry.category is Category.activations:
             activations[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", births[entry].module)] += size
         elif entry.category in (Category.unsharded_parameters, Category.unsharded_gradients):
             unsharded[entry.name or _unit_of(births[entry].module, units)] += size
     return PlannedPeak(
-        allocated_bytes=highest,
+        allocated_bytes=peak.bytes,
         reserved_bytes=reserved_bytes,
-        phase=(events[last].phase if events else Phase.init).value,
-        module=events[last].module if events else "",
-        breakdown={category.value: breakdown[category.value] for category in Category},
+        phase=peak.phase.value,
+        module=peak.module,
+        breakdown=peak.breakdown,
         activations={name: nbytes for name, nbytes in activations.most_common() if nbytes},
         unsharded={name: nbytes for name, nbytes in unsharded.most_common() if nbytes},
     )

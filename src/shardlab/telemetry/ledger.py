@@ -85,6 +85,30 @@ class Peak:
     phase: Phase
     module: str
     breakdown: dict[str, int]  # bytes by category; they add up to `bytes`
+    alive: Mapping[Entry, int]  # bytes of each storage
+
+
+def peak_of(events: Sequence[Event], sizes: Sequence[int]) -> Peak:
+    """The first moment at which most was allocated.
+
+    Args:
+        events: of one device.
+        sizes: bytes that the event's storage takes after it.
+    """
+    sizes_now: dict[Entry, int] = {}
+    total = highest = 0
+    last = -1  # the event that leads to the peak
+    for index, (event, size) in enumerate(zip(events, sizes, strict=True)):
+        total += size - sizes_now.get(event.entry, 0)
+        sizes_now[event.entry] = size
+        if total > highest:
+            highest, last = total, index
+    alive = {event.entry: size for event, size in zip(events[: last + 1], sizes, strict=False)}
+    breakdown: Counter[Category] = Counter()
+    for entry, size in alive.items():
+        breakdown[entry.category] += size
+    phase, module = (events[last].phase, events[last].module) if events else (Phase.init, "")
+    return Peak(highest, phase, module, {category.value: breakdown[category] for category in Category}, alive)
 
 
 # FSDP2's own operators say what their arguments are (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
@@ -167,18 +191,8 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, device: str | None = None) -> Peak:
         """The most that was allocated at a time, and of what; on the ledger's device or on that of another type."""
-        device = device or self.device
-        live: Counter[Category] = Counter()
-        total = highest = 0
-        phase, module, breakdown = Phase.init, "", dict[Category, int]()
-        for event in self.events:
-            if event.entry.device != device:
-                continue
-            live[event.entry.category] += event.after - event.before
-            total += event.after - event.before
-            if total > highest:
-                highest, phase, module, breakdown = total, event.phase, event.module, dict(live)
-        return Peak(highest, phase, module, {c.value: breakdown.get(c, 0) for c in Category})
+        events = [event for event in self.events if event.entry.device == (device or self.device)]
+        return peak_of(events, [event.after for event in events])
 
     def __enter__(self) -> "Ledger":
         if gc.isenabled():
