@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab.build import Built
 from shardlab.config import Config
 from shardlab.device import Device
-from shardlab.telemetry.prediction import Prediction
+from shardlab.telemetry.prediction import Prediction, error_pct
 from shardlab.tracking import RunHeader, format_batch, format_count, format_gib
 from shardlab.trainer import Datasets
 
@@ -95,5 +95,5 @@ def _beside(plan: Mapping[str, Any], key: str, measured: int) -> str:
         return ""
     if plan.get("error_pct") is None or not measured:  # the run ended before all was measured that was planned
         return f" (planned {format_gib(planned)})"
-    error_pct = round((planned - measured) / measured * 100, 1) + 0.0  # which makes 0.0 of -0.0
-    return f" (planned {format_gib(planned)}, error {error_pct:.1f} %)"
+    error = round(error_pct(planned, measured), 1) + 0.0  # which makes 0.0 of -0.0
+    return f" (planned {format_gib(planned)}, error {error:.1f} %)"

@@ -14,14 +14,14 @@ from shardlab.errors import ConfigError
 from shardlab.sharding import rows_of
 
 _BLOCKS = 64  # a parameter is drawn in so many blocks of rows, or in single rows if it has fewer
-_RANDOM_OPS = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
+RANDOM_OPS = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
 
 
 class WithoutDraws(TorchDispatchMode):
     """Draws nothing: on the meta device there is nothing to draw, and PyTorch takes milliseconds to find that out."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        drawn_on_meta = func in _RANDOM_OPS and args[0].device.type == "meta"
+        drawn_on_meta = func in RANDOM_OPS and args[0].device.type == "meta"
         return args[0] if drawn_on_meta else func(*args, **(kwargs or {}))
 
 
@@ -56,7 +56,7 @@ class _RowwiseInit(TorchDispatchMode):
         target = self._target_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if target is None:
             return func(*args, **kwargs)
-        if func in _RANDOM_OPS:
+        if func in RANDOM_OPS:
             self._draw(target, func, args, kwargs)
             return args[0]
         if func is torch.ops.aten.select.int and isinstance(args[0], DTensor) and args[1] == 0:

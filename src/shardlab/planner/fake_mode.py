@@ -8,6 +8,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
+from shardlab.initialization import RANDOM_OPS
+
 _aten = torch.ops.aten
 # One result, on the device that all arguments lie on: views, and what a transformer's blocks consist of.
 _COMMON = {
@@ -29,6 +31,8 @@ class QuickFakeMode(FakeTensorMode):
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in RANDOM_OPS:
+            return args[0]  # nothing is made, and there are thousands when a model is initialised
         if func in _COMMON:
             tensors: list[Any] = [arg for arg in args if isinstance(arg, torch.Tensor)]
             if all(type(tensor) is FakeTensor and tensor.fake_mode is self for tensor in tensors):

@@ -116,9 +116,6 @@ _COPY_IN = "fsdp::all_gather_copy_in"  # its outputs are the all-gather's buffer
 _CHUNK_CAT = "fsdp::chunk_cat"  # reads unsharded gradients, writes the reduce-scatter's buffer
 
 
-_DRAWS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
-
-
 class Ledger(TorchDispatchMode):
     """Records while it is entered, which may be several times; enter it first around `build`.
 
@@ -210,8 +207,6 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # more than half of all that a fake tensor is asked, by C++
             return args[0].device
-        if self._fake_mode is not None and func in _DRAWS:
-            return args[0]  # nothing is made, and there are thousands when a model is initialised
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
         try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 1 << 30
+from shardlab.telemetry.memory import GIB
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,9 @@ class Prediction:
         planned, measured = self.reserved_bytes, memory.get("reserved_peak_bytes")
         if planned is None or not measured:
             planned, measured = self.allocated_bytes, memory.get("allocated_peak_bytes")
-        return (planned - measured) / measured * 100 if measured else None
+        return error_pct(planned, measured) if measured else None
+
+
+def error_pct(planned: int, measured: int) -> float:
+    """By how much what was planned is above what was measured, in percent of that."""
+    return (planned - measured) / measured * 100

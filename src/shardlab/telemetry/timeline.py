@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardlab.telemetry.ledger import Category, Event, Ledger
+from shardlab.telemetry.memory import GIB
 
-GIB = 1 << 30
 MAX_POINTS = 4000  # drawn of a view: more than a screen has pixels
 
 # From the bottom of the stack: what stays through the step, what grows and shrinks once, what comes and goes with each
