@@ -52,7 +52,7 @@ class RunFolder:
         (self.path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write_whole("summary.json", summary)
+        write_json(self.path / "summary.json", summary)
 
     def write_error(self, note: Mapping[str, Any]) -> None:
         """Notes why a rank ends, before any other rank can notice: the earliest note is the run's reason.
@@ -60,7 +60,7 @@ class RunFolder:
         Args:
             note: `time` (unix seconds), `rank`, `status`, `error` (one line that names the rank, or null), `memory`.
         """
-        self._write_whole(f"error.rank{note['rank']}.json", note)
+        write_json(self.path / f"error.rank{note['rank']}.json", note)
 
     def first_error(self) -> dict[str, Any] | None:
         """The earliest note that a rank left, None where there is none."""
@@ -79,8 +79,9 @@ class RunFolder:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
 
-    def _write_whole(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replaces a file in one move, so that a reader never finds half of one."""
-        draft = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}"  # two threads may end a run at once
-        draft.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(draft, self.path / name)
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Replaces a file in one move, so that a reader never finds half of one."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")  # two threads may end a run at once
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(draft, file)

@@ -1,0 +1,106 @@
+"""What a sweep leaves on disk, beside what its runs leave: written by the launcher, read by tables and reports.
+
+A sweep folder (`hydra.sweep.dir`) holds `sweep.json` and one folder a job. A job's folder is a run folder with `job.json`
+and `launch.log`, what the job printed; its `summary.json` has the status, which the launcher fills in where no rank could
+(`killed`, `skipped`, ...).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import ConfigError
+from shardlab.run_folder import write_json
+
+LOG_FILE = "launch.log"  # what a job's processes printed
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """`job.json`: one combination, as it was started."""
+
+    number: int  # as in Hydra's `hydra.job.num`
+    overrides: list[str]  # `key=value` as on the command line; Hydra's own are left out
+    digest: str  # of all that decides what the job does: where it is equal, so are the jobs
+    world_size: int
+    command: list[str]  # that ran; runs the same by hand
+    began: float | None = None  # unix seconds; None where the job was not started
+    seconds: float | None = None  # from start to end of the command
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """`sweep.json`: what was run, and on what."""
+
+    command: str  # as it was typed
+    began: float  # unix seconds
+    machine: str  # e.g. "2 x CPU (AMD EPYC)", "8 x NVIDIA H100 80GB HBM3"
+    torch: str  # version
+    mode: str  # train, plan
+    jobs: list[str]  # folders of this sweep's jobs, relative to its own, in the order of their numbers
+    ended: float | None = None  # None while it runs, or where it was killed
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as it is found on disk.
+
+    Attributes:
+        record: as it was started.
+        folder: of the run.
+        summary: `summary.json`; at least `status` and `error`.
+        plan: `plan.json`; None where there is none.
+    """
+
+    record: JobRecord
+    folder: Path
+    summary: Mapping[str, Any]
+    plan: Mapping[str, Any] | None
+
+    @property
+    def status(self) -> str:
+        return self.summary["status"]
+
+
+def write_job(folder: Path, record: JobRecord) -> None:
+    write_json(folder / "job.json", asdict(record))
+
+
+def write_sweep(folder: Path, record: SweepRecord) -> None:
+    write_json(folder / "sweep.json", asdict(record))
+
+
+def read_sweep(folder: Path) -> tuple[SweepRecord, list[Job]]:
+    """Reads a sweep, whether it has ended or not.
+
+    Args:
+        folder: of the sweep.
+
+    Returns:
+        What it is, and its jobs in the order of their numbers; those that left nothing yet are left out.
+
+    Raises:
+        ConfigError: where the folder holds no sweep.
+    """
+    file = folder / "sweep.json"
+    if not file.exists():
+        raise ConfigError(f"{folder} holds no sweep (no sweep.json): name the folder that a sweep wrote")
+    record = SweepRecord(**json.loads(file.read_text()))
+    jobs = [read_job(folder / name) for name in record.jobs]
+    return record, [job for job in jobs if job is not None]
+
+
+def read_job(folder: Path) -> Job | None:
+    """Reads a job; None where the folder holds none."""
+    record, summary = _read(folder / "job.json"), _read(folder / "summary.json")
+    if record is None:
+        return None
+    summary = summary or {"status": "running" if record["began"] else "skipped", "error": None}
+    return Job(JobRecord(**record), folder, summary, _read(folder / "plan.json"))
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
