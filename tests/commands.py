@@ -29,6 +29,7 @@ QUICK = (
 # A user's own model and data, which do as asked on one rank, at the first sample of one step.
 USERS_MODULE = """
 import os
+import resource
 import signal
 import sys
 import time
@@ -76,6 +77,8 @@ class Data(Dataset):
     def misbehave(self):
         if self.does == "raise":
             raise KeyError("no such sample")
+        if self.does == "raise_once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise KeyError("no such sample")
         if self.does == "exit":
             sys.exit("enough")
         if self.does == "die":
@@ -85,6 +88,10 @@ class Data(Dataset):
             time.sleep(600)
         if self.does == "allocate":
             torch.empty(1 << 50, dtype=torch.uint8)
+        if self.does == "exceed":  # a limit of the process, as a container has it
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+            torch.empty(1 << 30, dtype=torch.uint8)
 """
 
 
@@ -153,10 +160,10 @@ class Command:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def wait(self) -> Ended:
+    def wait(self, seconds: float = SECONDS) -> Ended:
         """Waits for the end; nothing of the command is left then."""
         try:
-            code = self.process.wait(SECONDS)
+            code = self.process.wait(seconds)
             seconds = self.elapsed()
             patience = time.monotonic() + 3.0  # W&B's process sees only after a while that it is alone
             while (left := self.processes()) and time.monotonic() < patience:

@@ -146,6 +146,19 @@ class PlanConfig:
     repeat: bool = True
 
 
+class Order(Enum):
+    given = "given"
+    predicted = "predicted"  # what is predicted to take least memory first
+
+
+@dataclass
+class SweepConfig:
+    resume: str | None = None
+    skip_predicted_oom: bool = False
+    order: Order = Order.given
+    objectives: list[str] = field(default_factory=list)
+
+
 @dataclass
 class Config:
     mode: Mode = Mode.train
@@ -161,10 +174,12 @@ class Config:
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
+OmegaConf.register_new_resolver("first_of", lambda *values: next((value for value in values if value), None))
 
 
 def parse(cfg: DictConfig, *, world_size: int, nodes: int) -> Config:

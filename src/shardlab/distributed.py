@@ -1,6 +1,7 @@
 """Ranks: where this process stands among them, the process group, and what only one of them may do."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from shardlab.errors import ConfigError
 
 T = TypeVar("T")
 
+_OF_A_LAUNCHER = re.compile(r"(GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(LOCAL|MASTER|TORCHELASTIC)_.*")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -23,6 +26,7 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    restarts: int = 0  # by torchrun, since a rank failed
 
     @property
     def nodes(self) -> int:
@@ -38,8 +42,13 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def environment_of_no_rank() -> dict[str, str]:
+    """The environment without what torchrun tells its ranks: for a process that is none of them."""
+    return {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+
+
 def ranks() -> Ranks:
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; one lone process without them."""
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK and what else torchrun sets; one lone process without them."""
     if not launched():
         return Ranks()
 
@@ -51,7 +60,13 @@ def ranks() -> Ranks:
             raise ConfigError(f"{name}={text} in the environment is no number: start with torchrun") from None
 
     rank, world_size = read("RANK"), read("WORLD_SIZE")
-    return Ranks(rank, world_size, read("LOCAL_RANK", rank), read("LOCAL_WORLD_SIZE", world_size))
+    return Ranks(
+        rank,
+        world_size,
+        read("LOCAL_RANK", rank),
+        read("LOCAL_WORLD_SIZE", world_size),
+        read("TORCHELASTIC_RESTART_COUNT", 0),
+    )
 
 
 @contextmanager

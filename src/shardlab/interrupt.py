@@ -1,8 +1,10 @@
 """SIGINT, SIGTERM and SIGHUP: a request that the loop looks for, and a way out where the loop is stuck."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +88,13 @@ def watch_signals(when_stuck: Callable[[], int]) -> Iterator[Interrupt]:
         os.close(write_end)
         os.close(read_end)
         _restore()
+
+
+def end_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Has Linux send this process a signal when its parent is gone: a torchrun that is killed cannot end its ranks."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signum)
 
 
 def leave(code: int) -> NoReturn:

@@ -51,6 +51,8 @@ def train(config: Config, *, place: Ranks, folder: RunFolder, choices: Mapping[s
     torch.manual_seed(config.seed + place.rank)  # dropout and the like; initial weights have seeds of their own
     torch.set_float32_matmul_precision(config.precision.float32_matmul.value)
     with process_group(place, device):
+        if place.restarts and place.is_first:
+            folder.clear()  # of the attempt that failed
         folder = RunFolder(from_first_rank(folder.path))
         folder.check_unused()
         job = _Job(config, place=place, folder=folder, choices=choices)

@@ -22,8 +22,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from shardlab.config import Mode, parse
 from shardlab.distributed import launched, ranks
 from shardlab.errors import ConfigError, RunEnded, describe
-from shardlab.interrupt import leave
+from shardlab.interrupt import end_with_parent, leave
 from shardlab.run_folder import RunFolder
+from shardlab.sweep.objectives import check_objectives, objectives
 
 # A rank above 0 that finds a mistake in the config leaves the word to rank 0, which finds it too, and waits for
 # torchrun to end it: torchrun ends all ranks as soon as the first one exits.
@@ -45,12 +46,14 @@ def main(hydra_main: Callable[[], Any]) -> NoReturn:
     sys.path.append(os.getcwd())  # so that `_target_` finds the user's modules, as `python -m` would
     mistakes = (ConfigError, HydraException, OmegaConfBaseException, ValueError, OSError)
     try:
+        if launched():
+            end_with_parent()
         prepare_arguments(sys.argv)
         hydra_main()
     except mistakes as error:  # none of a job's: `run` keeps those
         _endings.insert(0, (2, one_line(error, sys.argv[1:])))
     except KeyboardInterrupt:
-        _endings.append((130, None))
+        end_with(130)
     _leave(_endings[0][0] if _endings else 0, [mistake for _, mistake in _endings if mistake])
 
 
@@ -59,12 +62,23 @@ def main(hydra_main: Callable[[], Any]) -> NoReturn:
 _endings: list[tuple[int, str | None]] = []
 
 
-def run(cfg: DictConfig) -> dict[str, Any] | None:
+def end_with(code: int, mistake: str | None = None) -> None:
+    """Lets the process end with an exit code once Hydra is through; the first that is given wins."""
+    _endings.append((code, mistake))
+
+
+def run(cfg: DictConfig) -> float | tuple[float, ...] | None:
     """Runs the job that a composed config describes; to be called within a Hydra job, and `main` around that.
 
     Returns:
-        The summary, as in `summary.json`; None where the run did not complete, which `main` tells.
+        What `sweep.objectives` names, for a sweeper; None where the run did not complete, which `main` tells.
     """
+    check_objectives(cfg.sweep.objectives)
+    summary = _run(cfg)
+    return None if summary is None else objectives(summary, cfg.sweep.objectives)
+
+
+def _run(cfg: DictConfig) -> dict[str, Any] | None:
     try:
         place, hydra = ranks(), HydraConfig.get()
         folder = RunFolder(Path(hydra.runtime.output_dir))
@@ -80,14 +94,14 @@ def run(cfg: DictConfig) -> dict[str, Any] | None:
 
         return train(config, place=place, folder=folder, choices=choices)
     except (ConfigError, HydraException, OmegaConfBaseException) as mistake:
-        _endings.append((2, one_line(mistake)))
+        end_with(2, one_line(mistake))
     except RunEnded as ended:
-        _endings.append((ended.exit_code, None))
+        end_with(ended.exit_code)
         if ended.interrupted:
             raise KeyboardInterrupt from None  # the jobs of a multirun that follow are not wanted either
     except Exception:
         traceback.print_exc()
-        _endings.append((1, None))
+        end_with(1)
     return None
 
 

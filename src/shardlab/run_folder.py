@@ -48,6 +48,12 @@ class RunFolder:
         if (self.path / "summary.json").exists():
             raise ConfigError(f"hydra.run.dir={self.path} already holds a run: name another folder, or remove it")
 
+    def clear(self) -> None:
+        """Takes out what an earlier attempt wrote of its end, and its metrics; `train.log` is kept."""
+        for name in ("summary.json", "metrics.jsonl", "error.rank*.json"):
+            for file in self.path.glob(name):
+                file.unlink()
+
     def write_config(self, config: Config) -> None:
         (self.path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 

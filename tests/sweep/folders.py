@@ -1,13 +1,16 @@
 """Writes the folder of a sweep as the launcher and its runs leave it: for tests of tables and reports."""
 
+import itertools
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 from shardlab.sweep.records import JobRecord, SweepRecord, write_job, write_sweep
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+BEGAN = 1_790_000_000.0
 
 BREAKDOWN = {
     "parameters": 3,
@@ -24,7 +27,9 @@ BREAKDOWN = {
 
 def write_finished_sweep(folder: Path, *, mode: str = "train") -> Path:
     """A sweep of two strategies, two precisions and an accumulation that does not go together with one of them:
-    four jobs that completed, one each that ran out of memory, was killed, failed, and was skipped."""
+    four jobs that completed, one each that ran out of memory, was killed, failed, and was skipped.
+
+    With `mode="plan"`, of the four that completed one does not fit."""
     jobs = [
         ("full_shard", "fp32", "none", _completed(peak_mib=50, tokens_per_s=4800.0, step_ms=850.0)),
         ("full_shard", "bf16", "none", _completed(peak_mib=40, tokens_per_s=5200.0, step_ms=780.0)),
@@ -35,52 +40,114 @@ def write_finished_sweep(folder: Path, *, mode: str = "train") -> Path:
         ("no_shard", "fp32", "reduce_last", _ended("failed", 'rank 0: KeyError: "<no> such & sample"')),
         ("no_shard", "bf16", "reduce_last", _ended("skipped", "train.global_batch=31 is no multiple of 32")),
     ]
-    began = 1_790_000_000.0
-    names = [str(number) for number in range(len(jobs))]
+    capacity = 75 * MIB if mode == "plan" else None
     for number, (sharding, precision, accumulation, summary) in enumerate(jobs):
-        run = folder / names[number]
-        run.mkdir(parents=True)
         overrides = [
             f"sharding={sharding}", f"precision={precision}", f"accumulation={accumulation}", "train.global_batch=32",
         ]  # fmt: skip
-        skipped = summary["status"] == "skipped"
-        write_job(
-            run,
-            JobRecord(
-                number=number,
-                overrides=overrides,
-                digest=f"digest-{number}",
-                world_size=2,
-                command=["torchrun", "--nproc-per-node", "2", "train.py", *overrides],
-                began=None if skipped else began + 20 * number,
-                seconds=None if skipped else 19.5,
-            ),
-        )
-        (run / "summary.json").write_text(json.dumps(summary))
-        if summary["status"] == "completed":
-            (run / "plan.json").write_text(json.dumps(_plan(summary)))
-            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows(number)))
-        if not skipped:
-            (run / "launch.log").write_text(f"step 1/50 loss 5.9\nerror: {summary['error']}\n")
-    write_sweep(
-        folder,
-        SweepRecord(
-            command="python train.py -m sharding=full_shard,no_shard precision=fp32,bf16 "
-            "accumulation=none,reduce_last train.global_batch=32",
-            began=began,
-            machine="2 x CPU",
-            torch="2.13.0+cpu",
-            mode=mode,
-            jobs=names,
-            ended=began + 200.0,
-        ),
+        _write_job(folder / str(number), number, overrides, summary, capacity_bytes=capacity, mode=mode)
+    command = (
+        "python train.py -m sharding=full_shard,no_shard precision=fp32,bf16 "
+        "accumulation=none,reduce_last train.global_batch=32"
     )
+    _write_sweep(folder, command, mode=mode, jobs=len(jobs))
     return folder
 
 
+def write_large_sweep(folder: Path, *, mode: str = "train", metrics_rows: int = 40) -> Path:
+    """A sweep of 60 jobs on GPUs: strategies, precisions and micro-batches; the largest do not fit."""
+    strategies = {"full_shard": 1.0, "shard_grad_op": 1.3, "hybrid_shard": 1.6, "no_shard": 3.2, "shard_optimizer": 2.4}
+    precisions = {"fp32": (2.0, 0.5), "bf16": (1.0, 1.0), "bf16_autocast": (1.4, 0.85)}
+    capacity = 79 * GIB
+    combinations = itertools.product(strategies, precisions, (1, 2, 4, 8))
+    draw = random.Random(0)
+    for number, (sharding, precision, micro_batch) in enumerate(combinations):
+        weight, speed = precisions[precision]
+        peak_mib = int(1024 * (8 * strategies[sharding] + 6 * micro_batch) * weight * draw.uniform(0.97, 1.03))
+        tokens_per_s = 9000 * speed * micro_batch**0.3 * strategies[sharding] ** 0.15 * draw.uniform(0.95, 1.05)
+        summary = _completed(peak_mib=peak_mib, tokens_per_s=tokens_per_s, step_ms=1e6 * micro_batch / tokens_per_s)
+        summary["memory"]["reserved_peak_bytes"] = int(summary["memory"]["allocated_peak_bytes"] * 1.04)
+        summary["plan"]["reserved_peak_bytes"] = int(summary["plan"]["allocated_peak_bytes"] * 1.03)
+        if mode == "train" and summary["memory"]["reserved_peak_bytes"] > capacity:
+            summary = _ended(
+                "oom", "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.", oom=True
+            )
+        overrides = [
+            f"sharding={sharding}",
+            f"precision={precision}",
+            f"train.micro_batch={micro_batch}",
+            "model=llama3_8b",
+        ]
+        run = folder / str(number)
+        _write_job(run, number, overrides, summary, capacity_bytes=capacity, mode=mode, metrics_rows=metrics_rows)
+    command = (
+        f"python train.py -m model=llama3_8b sharding={','.join(strategies)} "
+        f"precision={','.join(precisions)} train.micro_batch=1,2,4,8"
+    )
+    _write_sweep(folder, command, mode=mode, jobs=60, machine="8 x NVIDIA H100 80GB HBM3")
+    return folder
+
+
+def _write_job(
+    run: Path,
+    number: int,
+    overrides: list[str],
+    summary: dict[str, Any],
+    *,
+    capacity_bytes: int | None,
+    mode: str,
+    metrics_rows: int = 6,
+) -> None:
+    run.mkdir(parents=True)
+    skipped = summary["status"] == "skipped"
+    program = (
+        ["torchrun", "--nproc-per-node", "2", "train.py"] if mode == "train" else ["python", "train.py", "mode=plan"]
+    )
+    write_job(
+        run,
+        JobRecord(
+            number=number,
+            overrides=overrides,
+            digest=f"digest-{number}",
+            world_size=2,
+            command=[*program, *overrides],
+            began=None if skipped else BEGAN + 20 * number,
+            seconds=None if skipped else 19.5,
+        ),
+    )
+    if summary["status"] == "completed":
+        plan = _plan(summary, capacity_bytes)
+        (run / "plan.json").write_text(json.dumps(plan))
+        if mode == "plan":
+            summary = {key: summary[key] for key in ("status", "error", "world_size", "plan")}
+            summary["plan"] = {**summary["plan"], "error_pct": None, "fits": plan["fits"]}
+        else:
+            rows = _rows(number, metrics_rows)
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "summary.json").write_text(json.dumps(summary))
+    if not skipped:
+        (run / "launch.log").write_text(f"step 1/50 loss 5.9\nerror: {summary['error']}\n")
+
+
+def _write_sweep(folder: Path, command: str, *, mode: str, jobs: int, machine: str = "2 x CPU") -> None:
+    write_sweep(
+        folder,
+        SweepRecord(
+            command=command + (" mode=plan" if mode == "plan" else ""),
+            began=BEGAN,
+            machine=machine,
+            torch="2.13.0+cpu",
+            mode=mode,
+            jobs=[str(number) for number in range(jobs)],
+            ended=BEGAN + 200.0,
+        ),
+    )
+
+
 def _completed(*, peak_mib: int, tokens_per_s: float, step_ms: float) -> dict[str, Any]:
-    breakdown = {name: mib * MIB for name, mib in BREAKDOWN.items()}
-    breakdown["activations"] += (peak_mib - 50) * MIB
+    scale = max(1, peak_mib // 100)
+    breakdown = {name: scale * mib * MIB for name, mib in BREAKDOWN.items()}
+    breakdown["activations"] += (peak_mib - 50 * scale) * MIB
     return {
         "status": "completed",
         "error": None,
@@ -114,28 +181,30 @@ def _ended(status: str, error: str, *, oom: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _plan(summary: dict[str, Any]) -> dict[str, Any]:
+def _plan(summary: dict[str, Any], capacity_bytes: int | None) -> dict[str, Any]:
     breakdown = dict(summary["memory"]["breakdown"])
     breakdown["other"] += MIB
     peak = {
         "allocated_bytes": summary["plan"]["allocated_peak_bytes"],
-        "reserved_bytes": None,
+        "reserved_bytes": summary["plan"]["reserved_peak_bytes"],
         "phase": "backward",
         "module": "layers.3.feed_forward",
         "breakdown": breakdown,
     }
+    headroom = capacity_bytes and capacity_bytes - (peak["reserved_bytes"] or peak["allocated_bytes"])
     return {
         "world_size": 2,
         "peak": peak,
-        "capacity_bytes": None,
-        "fits": None,
-        "headroom_bytes": None,
+        "capacity_bytes": capacity_bytes,
+        "fits": None if headroom is None else headroom >= 0,
+        "headroom_bytes": headroom,
         "comm": summary["comm"],
         "wall_s": 1.5,
     }
 
 
-def _rows(number: int) -> list[dict[str, Any]]:
+def _rows(number: int, count: int) -> list[dict[str, Any]]:
+    """The first step, and others up to the last, 50."""
     return [
         {
             "step": step,
@@ -144,5 +213,5 @@ def _rows(number: int) -> list[dict[str, Any]]:
             "progress/step": step,
             "progress/tokens": step * 8192,
         }
-        for step in (1, 10, 20, 30, 40, 50)
+        for step in sorted({1, *(50 * i // (count - 1) for i in range(1, count))})
     ]

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from shardlab.config import Config
-from shardlab.distributed import Ranks
+from shardlab.distributed import Ranks, environment_of_no_rank
 from shardlab.errors import describe
 from shardlab.planner.cluster import ClusterConfig, resolve
 from shardlab.telemetry.prediction import Prediction
@@ -31,9 +30,6 @@ log = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 30.0  # from the start of a plan until the run goes on without it
 _POLL_SECONDS = 0.02
-
-# What torchrun tells its ranks: the plan is none of them.
-_OF_A_LAUNCHER = re.compile(r"(GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(LOCAL|MASTER|TORCHELASTIC)_.*")
 
 
 class NoPlan(RuntimeError):
@@ -134,8 +130,7 @@ def _cluster_at_hand(place: Ranks, *, on_cpu: bool) -> ClusterConfig:
 
 
 def _start(errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
-    environment |= {
+    environment = environment_of_no_rank() | {  # the plan is none of them
         "CUDA_VISIBLE_DEVICES": "",  # a GPU is simulated; a real one's memory is the run's
         # Modules are found where the run finds them, and in the same order.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -1,8 +1,8 @@
 """What a sweep leaves on disk, beside what its runs leave: written by the launcher, read by tables and reports.
 
-A sweep folder (`hydra.sweep.dir`) holds `sweep.json` and one folder a job. A job's folder is a run folder with `job.json`
-and `launch.log`, what the job printed; its `summary.json` has the status, which the launcher fills in where no rank could
-(`killed`, `skipped`, ...).
+A sweep folder (`hydra.sweep.dir`) holds `sweep.json` and one folder a job. A job's folder is a run folder with
+`job.json` and `launch.log`, what the job printed; its `summary.json` has the status, which the launcher fills in where
+no rank could (`killed`, `skipped`, ...).
 """
 
 import json
@@ -98,9 +98,13 @@ def read_job(folder: Path) -> Job | None:
     record, summary = _read(folder / "job.json"), _read(folder / "summary.json")
     if record is None:
         return None
-    summary = summary or {"status": "running" if record["began"] else "skipped", "error": None}
+    if summary is None:  # it is about to write one, or was never started
+        summary = {"status": "running" if record["began"] else "interrupted", "error": None}
     return Job(JobRecord(**record), folder, summary, _read(folder / "plan.json"))
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
+    try:
+        return json.loads(file.read_text()) if file.exists() else None
+    except json.JSONDecodeError:  # a run that was killed has left half of it
+        return None

@@ -19,7 +19,7 @@ MAX_POINTS = 4000  # drawn of a view: more than a screen has pixels
 
 # From the bottom of the stack: what stays through the step, what grows and shrinks once, what comes and goes with each
 # unit. The colours are those of Okabe and Ito, which the colour-blind tell apart, and two greys.
-_COLOURS = {
+COLOURS = {
     Category.parameters: "#0072B2",
     Category.optimizer: "#009E73",
     Category.inputs: "#444444",
@@ -69,12 +69,16 @@ def write_timeline(file: Path, ledger: Ledger, *, title: str) -> None:
     views = _views(ledger)
     peaks = "".join(f"<p>{html.escape(_peak_sentence(view))}</p>" for view in views)
     data = json.dumps([_drawn(view) for view in views], separators=(",", ":")).replace("<", "\\u003c")
-    plotly_js = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
     page = _PAGE
     # plotly.js comes last: nothing is to be replaced in it
-    for name, text in {"TITLE": html.escape(title), "PEAKS": peaks, "VIEWS": data, "PLOTLY": plotly_js}.items():
+    for name, text in {"TITLE": html.escape(title), "PEAKS": peaks, "VIEWS": data, "PLOTLY": plotly_js()}.items():
         page = page.replace(f"@{name}@", text)
     file.write_text(page, encoding="utf-8")
+
+
+def plotly_js() -> str:
+    """The script that draws, for a page to hold it: about 5 MB."""
+    return importlib.resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
 
 
 # The series
@@ -100,7 +104,7 @@ def _views(ledger: Ledger) -> list[_View]:
 
 def _levels(events: Sequence[Event]) -> np.ndarray:
     """Live bytes before the first event and after each, (events + 1, categories)."""
-    rows = {category: row for row, category in enumerate(_COLOURS)}
+    rows = {category: row for row, category in enumerate(COLOURS)}
     levels = np.zeros((len(events) + 1, len(rows)), dtype=np.int64)
     categories = np.fromiter((rows[event.entry.category] for event in events), dtype=np.intp, count=len(events))
     changes = np.fromiter((event.after - event.before for event in events), dtype=np.int64, count=len(events))
@@ -151,7 +155,7 @@ def _drawn(view: _View) -> dict[str, Any]:
     peak = int(view.totals.argmax())
     series = [
         {"name": category.value.replace("_", " "), "colour": colour, "bytes": nbytes}
-        for (category, colour), nbytes in zip(_COLOURS.items(), view.levels[points].T.tolist(), strict=True)
+        for (category, colour), nbytes in zip(COLOURS.items(), view.levels[points].T.tolist(), strict=True)
         if any(nbytes)
     ]
     series.append({"name": "total", "colour": "#333333", "bytes": view.totals[points].tolist()})

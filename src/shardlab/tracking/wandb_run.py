@@ -12,8 +12,10 @@ from typing import Any
 
 from shardlab.tracking.config import WandbConfig, WandbMode
 
-# Metrics where less is better: their best value is kept too. (define_metric(summary="max") alone would drop the last.)
+# What W&B's summary keeps of a metric, as `<metric>.<kind>`. (define_metric(summary="max") alone would drop the last.)
+KEPT = "max,last"
 LOWER_IS_BETTER = ["train/loss", "train/perplexity", "eval/loss", "eval/perplexity", "perf/step_ms", "perf/data_ms"]
+KEPT_OF = {**dict.fromkeys(LOWER_IS_BETTER, "min,max,last"), "perf/tokens_per_s": "max,mean,last"}
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 
 
@@ -65,7 +67,7 @@ class WandbRun:
         try:
             self._run = self._init("offline")
         except Exception as error:
-            self._notice(f"W&B is off: {_reason(error)}")
+            self._notice(f"W&B is off: {reason_of(error)}")
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
         """Hands a row to W&B's own process, which writes and uploads it."""
@@ -77,6 +79,11 @@ class WandbRun:
         self._run.log(
             {key: value for key, value in row.items() if value is not None and math.isfinite(value)}, step=step
         )
+
+    def show(self, media: Mapping[str, Any]) -> None:
+        """Hands tables and plots (`wandb.Table`, `wandb.Plotly`) to the run."""
+        if self._run is not None:
+            self._run.log(media)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Ends the run, with the summary's values beside those of W&B, under the names of summary.json (`loss.last`).
@@ -115,7 +122,7 @@ class WandbRun:
 
     def _start_online(self, *, asked_for: bool) -> bool:
         try:
-            if not _is_logged_in():
+            if not is_logged_in():
                 if asked_for:
                     self._to_upload = True
                     self._notice("W&B goes on offline: tracking.wandb.mode=online, but not logged in (wandb login)")
@@ -124,11 +131,11 @@ class WandbRun:
             return True
         except Exception as error:
             self._to_upload = True
-            self._notice(f"W&B goes on offline: {_reason(error)}")
+            self._notice(f"W&B goes on offline: {reason_of(error)}")
             return False
 
     def _init(self, mode: str) -> Any:
-        wandb, cfg = _wandb(), self._cfg
+        wandb, cfg = quiet_wandb(), self._cfg
         settings = wandb.Settings(
             silent=True,  # the display says where the run is
             console="off",  # W&B's capture would get every frame of the progress bar
@@ -155,12 +162,12 @@ class WandbRun:
         axes = ("progress/tokens", "progress/samples", "progress/step")
         self._axis = next((name for name in axes if name in row), axes[-1])
         self._run.define_metric(self._axis)
-        self._run.define_metric("*", step_metric=self._axis, summary="max,last")
-        for name in LOWER_IS_BETTER:
-            self._run.define_metric(name, step_metric=self._axis, summary="min,max,last")
+        self._run.define_metric("*", step_metric=self._axis, summary=KEPT)
+        for name, kept in KEPT_OF.items():
+            self._run.define_metric(name, step_metric=self._axis, summary=kept)
 
 
-def _wandb() -> Any:
+def quiet_wandb() -> Any:
     """The module, told to keep quiet; imported here because it takes half a second."""
     import wandb
 
@@ -168,12 +175,13 @@ def _wandb() -> Any:
     return wandb
 
 
-def _is_logged_in() -> bool:
+def is_logged_in() -> bool:
     """Whether the SDK knows an API key (environment, netrc, settings); never asks for one, nor the server about it."""
-    return bool(_wandb().login(prompt=False, verify=False))
+    return bool(quiet_wandb().login(prompt=False, verify=False))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The first line of what W&B says."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -1,0 +1,1 @@
+"""Launchers for Hydra multirun."""

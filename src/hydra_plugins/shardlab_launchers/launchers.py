@@ -1,0 +1,55 @@
+"""`hydra/launcher=torchrun`: each job of a multirun in a `torchrun` of its own.
+
+Hydra imports this file at every start, so whatever takes time is imported where a sweep begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class TorchrunConfig:
+    """Keys of `hydra.launcher`."""
+
+    _target_: str = "hydra_plugins.shardlab_launchers.launchers.TorchrunLauncher"
+    nproc_per_node: int | str = "auto"  # ranks on each node; auto: one for each GPU, 2 where there are none
+    nnodes: int = 1  # above 1: start the same sweep on each node, with its own node_rank and the same rdzv_endpoint
+    node_rank: int = 0  # the sweep on node 0 keeps the records
+    rdzv_endpoint: str | None = None  # host:port of node 0; job k takes port + k. One node: a free port for each job
+    max_restarts: int = 0  # of a job whose rank failed, from its beginning
+    timeout_s: float | None = None  # after which a job is ended, and has failed; null = never
+    parallel_jobs: int = 1  # side by side, on disjoint GPUs; on CPUs one at a time
+    env: dict[str, str] = field(default_factory=dict)  # added to the environment of each job
+
+
+class TorchrunLauncher(Launcher):
+    """Runs jobs on this machine, one after another or side by side on disjoint GPUs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from shardlab.sweep.launcher import launch
+        from shardlab.sweep.torchrun import Torchrun
+
+        return launch(
+            Torchrun(**self.settings),
+            hydra_context=self.hydra_context,
+            task_function=self.task_function,
+            config=self.config,
+            job_overrides=job_overrides,
+            first_number=initial_job_idx,
+        )
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="torchrun", node=TorchrunConfig, provider="shardlab")

@@ -1,0 +1,41 @@
+"""torchrun, for a parent that wants to know how each rank ended: `python -m shardlab.sweep.elastic REPORT ARGUMENTS`.
+
+The arguments are torchrun's. REPORT is written where ranks failed: their exit codes, by rank, negative for signals.
+Where the standard input closes, the parent is gone, and the ranks are ended.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from shardlab.run_folder import write_json
+
+
+def main() -> int:
+    """Returns the exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    report, *arguments = sys.argv[1:]
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as error:
+        write_json(Path(report), {str(rank): failure.exitcode for rank, failure in error.failures.items()})
+        return 1
+    except SignalException as ended:
+        return 128 + ended.sigval
+    return 0
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes it on to its ranks, and waits for them
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The results of a sweep: a row a job, in `results.csv` and `results.jsonl`."""
+
+import csv
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlab.run_folder import Status
+from shardlab.sweep.records import LOG_FILE, Job, SweepRecord, read_sweep
+
+Row = Mapping[str, Any]
+
+COMMUNICATION = ("comm.all_gather_bytes", "comm.reduce_scatter_bytes", "comm.all_reduce_bytes")
+# Columns after `job`, `status` and those of the overrides; those with a dot are named as in summary.json.
+FIGURES = (
+    "loss.first",
+    "loss.last",
+    "eval.loss",
+    "perf.tokens_per_s",  # samples where there are no tokens
+    "perf.step_ms",
+    "memory.allocated_peak_bytes",
+    "memory.reserved_peak_bytes",
+    "plan.allocated_peak_bytes",
+    "plan.reserved_peak_bytes",
+    "plan.error_pct",
+    "plan.fits",
+    "plan.capacity_bytes",
+    *COMMUNICATION,
+    "world_size",
+    "steps",
+    "seconds",  # that the whole job took
+    "error",
+    "folder",  # of the run, relative to the sweep's
+)
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
+# What torchrun says of ranks that ended tells nothing that their own lines do not.
+_TORCHRUNS_OWN = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
+
+
+@dataclass(frozen=True)
+class Results:
+    """A sweep and what came of its jobs.
+
+    Attributes:
+        folder: of the sweep.
+        record: of the sweep.
+        jobs: in the order of their numbers.
+        keys: that the jobs override, each a column.
+        rows: of each job, by column; None for what is not known.
+    """
+
+    folder: Path
+    record: SweepRecord
+    jobs: Sequence[Job]
+    keys: Sequence[str]
+    rows: Sequence[Row]
+
+    @property
+    def columns(self) -> list[str]:
+        return ["job", "status", *self.keys, *FIGURES]
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether the jobs were planned, not run: then peaks are those predicted, and there is no throughput."""
+        return self.record.mode == "plan"
+
+    @property
+    def varied(self) -> list[str]:
+        """The keys that differ between jobs."""
+        return [key for key in self.keys if len({row[key] for row in self.rows}) > 1]
+
+    @property
+    def completed(self) -> list[Row]:
+        """The fastest first; where speed was not measured, the smallest peak first."""
+        done = [row for row in self.rows if row["status"] == Status.completed.value]
+        return sorted(done, key=lambda row: (-(row["perf.tokens_per_s"] or 0), self.peak_bytes(row) or float("inf")))
+
+    @property
+    def others(self) -> list[Row]:
+        """Those that did not complete."""
+        return [row for row in self.rows if row["status"] != Status.completed.value]
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: tokens or samples."""
+        units = {(job.summary.get("perf") or {}).get("unit") for job in self.jobs} - {None}
+        return units.pop() if len(units) == 1 else "tokens"
+
+    def job(self, number: int) -> Job:
+        return next(job for job in self.jobs if job.record.number == number)
+
+    def peak_bytes(self, row: Row) -> int | None:
+        """The peak by which jobs are compared: of reserved memory where there is any, else of allocated memory."""
+        kind = "plan" if self.is_plan else "memory"
+        return row[f"{kind}.reserved_peak_bytes"] or row[f"{kind}.allocated_peak_bytes"]
+
+    def describe(self, row: Row) -> str:
+        """What tells a job from the others, as overrides."""
+        return " ".join(f"{key}={row[key]}" for key in self.varied if row[key] is not None)
+
+    def counts(self) -> str:
+        """How many jobs there are, and what became of them."""
+        statuses = Counter(row["status"] for row in self.rows)
+        parts = [f"{statuses[status.value]} {status.value}" for status in Status if statuses[status.value]]
+        missing = len(self.record.jobs) - len(self.rows)
+        parts += [f"{missing} left nothing"] if missing else []
+        total = len(self.record.jobs)
+        return f"{total} job{'s' if total != 1 else ''}: {', '.join(parts) or 'none'}"
+
+
+def read_results(folder: Path) -> Results:
+    """Reads what the jobs of a sweep left, whatever state they are in.
+
+    Args:
+        folder: of the sweep.
+
+    Raises:
+        ConfigError: where the folder holds no sweep.
+    """
+    record, jobs = read_sweep(folder)
+    overrides = [_by_key(job.record.overrides) for job in jobs]
+    keys = list(dict.fromkeys(key for each in overrides for key in each))
+    rows = [
+        {"job": job.record.number, "status": job.status}
+        | {key: values.get(key) for key in keys}
+        | _figures(job, is_plan=record.mode == "plan")
+        | {"folder": Path(os.path.relpath(job.folder, folder)).as_posix()}
+        for job, values in zip(jobs, overrides, strict=True)
+    ]
+    return Results(folder, record, jobs, keys, rows)
+
+
+def write_results(results: Results) -> None:
+    """Writes `results.csv`, where what is not known is empty, and `results.jsonl`, where it is null."""
+    with (results.folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, results.columns)
+        writer.writeheader()
+        writer.writerows(results.rows)
+    lines = [json.dumps({name: row[name] for name in results.columns}) + "\n" for row in results.rows]
+    (results.folder / "results.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def log_tail(job: Job, lines: int) -> list[str]:
+    """The last lines that a job printed, without empty ones and torchrun's own."""
+    file = job.folder / LOG_FILE
+    if not file.exists():
+        return []
+    with file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - (1 << 16)))
+        text = log.read().decode(errors="replace")
+    printed = [line.rstrip() for line in text.splitlines() if line.strip() and not _TORCHRUNS_OWN.match(line)]
+    return printed[-lines:]
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, int | float | str]:
+    """Values as they were given, numbers as such; `+` and `~` are no part of a key, and what is deleted is `removed`."""
+    found: dict[str, int | float | str] = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        found[key] = "removed" if override.startswith("~") else _value(value)
+    return found
+
+
+def _value(text: str) -> int | float | str:
+    if not _NUMBER.fullmatch(text):
+        return text
+    number = float(text)
+    return int(text) if text.lstrip("+-").isdigit() else number
+
+
+def _figures(job: Job, *, is_plan: bool) -> dict[str, Any]:
+    """The columns from `loss.first` on; of what the summary does not say, `plan.json` says what was predicted."""
+    plan = job.plan or {}
+    peak = plan.get("peak") or {}
+    elsewhere = {
+        "plan.allocated_peak_bytes": peak.get("allocated_bytes"),
+        "plan.reserved_peak_bytes": peak.get("reserved_bytes"),
+        "plan.fits": plan.get("fits"),
+        "plan.capacity_bytes": plan.get("capacity_bytes"),
+        "world_size": job.record.world_size,
+        "seconds": job.record.seconds,
+    }
+    if is_plan:
+        elsewhere |= {name: _at(plan, name) for name in COMMUNICATION}
+    row = {name: _at(job.summary, name) for name in FIGURES}
+    return {name: elsewhere.get(name) if value is None else value for name, value in row.items()}
+
+
+def _at(content: Mapping[str, Any], name: str) -> Any:
+    """What lies at a dotted name; None where nothing does."""
+    value: Any = content
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

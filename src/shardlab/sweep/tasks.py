@@ -1,0 +1,119 @@
+"""The combinations of a sweep before they run: composed, numbered, and with a folder each."""
+
+import hashlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.utils import filter_overrides
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+_CONFIG_OPTIONS = ("config_path", "config_name", "config_dir")  # of Hydra; a job finds its config as the sweep does
+
+# Of Hydra's own overrides those that say how the sweep is run are not its jobs'.
+_OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|launcher|sweeper|callbacks)\b")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One combination.
+
+    Attributes:
+        number: as in Hydra's `hydra.job.num`.
+        overrides: as on the command line, without Hydra's own and the sweep's.
+        composed: what Hydra composes of them, its own node `hydra` included.
+        cfg: the same without that node, as a Hydra main function gets it.
+        digest: of all that decides what the job does.
+        folder: of the run.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    composed: DictConfig
+    cfg: DictConfig
+    digest: str
+    folder: Path
+
+
+def compose(
+    job_overrides: Sequence[Sequence[str]],
+    *,
+    hydra_context: HydraContext,
+    config: DictConfig,
+    first_number: int,
+    ranks: str,
+) -> list[Task]:
+    """Composes each combination, as Hydra's own launchers do.
+
+    Args:
+        job_overrides: of each combination.
+        hydra_context: as the launcher was given it.
+        config: of the sweep.
+        first_number: of the first combination.
+        ranks: how many there are, in words.
+    """
+    tasks = []
+    for number, overrides in enumerate(job_overrides, first_number):
+        composed = hydra_context.config_loader.load_sweep_config(config, list(overrides))
+        with open_dict(composed):
+            composed.hydra.job.id = composed.hydra.job.num = number
+        cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        own = tuple(o for o in filter_overrides(overrides) if not o.lstrip("+~").startswith(("hydra/", "sweep.")))
+        tasks.append(Task(number, own, composed, cfg, digest_of(cfg, ranks), _folder(composed)))
+    return tasks
+
+
+def renumbered(task: Task, number: int) -> Task:
+    """The same combination under another number, and in the folder that goes with it."""
+    with open_dict(task.composed):
+        task.composed.hydra.job.id = task.composed.hydra.job.num = number
+    return replace(task, number=number, folder=_folder(task.composed))
+
+
+def program_of(task_function: TaskFunction) -> str:
+    """The file of Hydra's main function, as it can be called from here."""
+    file = inspect.getfile(inspect.unwrap(task_function))
+    return min(file, os.path.relpath(file), key=len)
+
+
+def digest_of(cfg: DictConfig, ranks: str) -> str:
+    """A short hash of what decides what a job does: its ranks and its config, but for what is only tracking."""
+    plain: dict[Any, Any] = {
+        key: OmegaConf.to_container(cfg[key], resolve=True, enum_to_str=True)
+        if OmegaConf.is_config(cfg[key])
+        else str(cfg[key])
+        for key in cfg
+        if key not in ("sweep", "tracking")
+    }
+    return hashlib.sha256(json.dumps([plain, ranks], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def arguments(task: Task, config: DictConfig) -> list[str]:
+    """The command line of train.py for one job by hand: the user's options and overrides."""
+    given = get_args_parser().parse_intermixed_args(sys.argv[1:])
+    options = [
+        part
+        for name in _CONFIG_OPTIONS
+        if (value := getattr(given, name)) is not None
+        for part in (f"--{name.replace('_', '-')}", value)
+    ]
+    hydras = [override for override in config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
+    return [*options, *task.overrides, *hydras]
+
+
+def in_folder(folder: Path) -> str:
+    """The override that gives a run its folder."""
+    escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.run.dir='{escaped}'"
+
+
+def _folder(composed: DictConfig) -> Path:
+    return (Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)).absolute()

@@ -1,0 +1,239 @@
+"""Runs the jobs of a sweep on this machine, each in a torchrun of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shardlab.distributed import environment_of_no_rank
+from shardlab.errors import ConfigError
+from shardlab.sweep.records import LOG_FILE
+from shardlab.sweep.stop import Stop
+from shardlab.sweep.tasks import Task
+
+CPU_RANKS = 2  # on a machine without GPUs: the fewest that shard anything
+_POLL_SECONDS = 0.05
+# A rank that is stuck leaves 8 s after it was asked to; torchrun itself sends SIGKILL after 30 s.
+_PATIENCE_SECONDS = 45.0
+_MARK = "SHARDLAB_SWEEP_JOB"  # environment variable by which the processes of a job are known
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a job ended.
+
+    Attributes:
+        code: of torchrun.
+        began: unix seconds.
+        seconds: from start to end.
+        exit_codes: by rank, of those that failed; negative for signals.
+        timed_out: whether `timeout_s` ended it.
+    """
+
+    code: int
+    began: float
+    seconds: float
+    exit_codes: Mapping[int, int]
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """The settings of `hydra/launcher=torchrun`, checked.
+
+    Raises:
+        ConfigError: for settings out of range.
+    """
+
+    nproc_per_node: int | str = "auto"
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    parallel_jobs: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least = {"nnodes": 1, "node_rank": 0, "max_restarts": 0, "parallel_jobs": 1}
+        for key, least in at_least.items():
+            if getattr(self, key) < least:
+                raise ConfigError(f"hydra.launcher.{key}={getattr(self, key)} must be at least {least}")
+        if self.nproc_per_node != "auto" and (not isinstance(self.nproc_per_node, int) or self.nproc_per_node < 1):
+            raise ConfigError(
+                f"hydra.launcher.nproc_per_node={self.nproc_per_node} must be a number of ranks, or auto: one for each "
+                f"GPU, {CPU_RANKS} where there are none"
+            )
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise ConfigError(f"hydra.launcher.timeout_s={self.timeout_s} must be positive, or null for no limit")
+        if self.nnodes > 1 and (self.rdzv_endpoint is None or ":" not in self.rdzv_endpoint):
+            raise ConfigError(
+                f"hydra.launcher.rdzv_endpoint={self.rdzv_endpoint} must be host:port of the first node where "
+                f"hydra.launcher.nnodes={self.nnodes}: start the same sweep on each node, with its own "
+                "hydra.launcher.node_rank"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"hydra.launcher.node_rank={self.node_rank} must be below hydra.launcher.nnodes={self.nnodes}"
+            )
+        if self.parallel_jobs > 1 and self._gpus and self.ranks_per_node * self.parallel_jobs > len(self._gpus):
+            raise ConfigError(
+                f"hydra.launcher.parallel_jobs={self.parallel_jobs} x hydra.launcher.nproc_per_node="
+                f"{self.ranks_per_node} need more than the {len(self._gpus)} GPUs of this machine"
+            )
+
+    @property
+    def _gpus(self) -> list[str]:
+        """As CUDA_VISIBLE_DEVICES names them. Counting them makes no CUDA context."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        return names[: torch.cuda.device_count()]
+
+    @property
+    def ranks_per_node(self) -> int:
+        if isinstance(self.nproc_per_node, int):
+            return self.nproc_per_node
+        return len(self._gpus) // self.parallel_jobs or CPU_RANKS
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks_per_node * self.nnodes
+
+    @property
+    def writes(self) -> bool:
+        """Whether this node keeps the records of the sweep; the others only lend their devices."""
+        return self.node_rank == 0
+
+    def by_hand(self, program: str, arguments: Sequence[str]) -> list[str]:
+        """The command that runs one job without a sweep."""
+        return ["torchrun", *self._torchrun_arguments(None), program, *arguments]
+
+    def run(
+        self,
+        tasks: Sequence[Task],
+        *,
+        command: Callable[[Task], Sequence[str]],
+        environment: Mapping[str, str],
+        started: Callable[[Task], None],
+        ended: Callable[[Task, Ended], None],
+        stop: Stop,
+    ) -> None:
+        """Runs each task to its end, `parallel_jobs` at a time.
+
+        Args:
+            tasks: in the order in which they are to begin.
+            command: program and arguments of each rank of a task.
+            environment: added to that of this process.
+            started: called where a task begins.
+            ended: called where all its processes have ended.
+            stop: whether a signal has asked the sweep to end. What runs then is sent the same, and nothing is begun.
+        """
+        waiting, slots = list(tasks), self._slots()
+        running: dict[int, _Running] = {}  # by slot
+        while running or (waiting and stop.signal is None):
+            for slot, own in enumerate(slots):
+                if slot not in running and waiting and stop.signal is None:
+                    task = waiting.pop(0)
+                    started(task)
+                    arguments = [*self._torchrun_arguments(task), *command(task)]
+                    running[slot] = _Running(task, arguments, {**environment, **self.env, **own})
+            time.sleep(_POLL_SECONDS)
+            for slot, job in list(running.items()):
+                if job.is_over(self.timeout_s, stop):
+                    del running[slot]
+                    ended(job.task, job.result())
+
+    def _slots(self) -> list[dict[str, str]]:
+        """What the environment of jobs that run side by side adds; on CPUs they would only share the cores."""
+        gpus, each = self._gpus, self.ranks_per_node
+        if not gpus or self.parallel_jobs == 1:
+            return [{}]
+        starts = range(0, each * self.parallel_jobs, each)
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[start : start + each])} for start in starts]
+
+    def _torchrun_arguments(self, task: Task | None) -> list[str]:
+        arguments = ["--nproc-per-node", str(self.ranks_per_node)]
+        if self.nnodes > 1:
+            assert self.rdzv_endpoint is not None
+            host, port = self.rdzv_endpoint.rsplit(":", 1)
+            number = task.number if task else 0  # a port for each job, and the same on all nodes
+            arguments += ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
+            arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{int(port) + number}"]
+        elif task:
+            arguments += ["--standalone"]  # a rendezvous of its own, on a port that is free
+        if self.max_restarts:
+            arguments += ["--max-restarts", str(self.max_restarts)]
+        return arguments
+
+
+class _Running:
+    """A job whose processes run."""
+
+    def __init__(self, task: Task, arguments: Sequence[str], environment: Mapping[str, str]):
+        self.task = task
+        self._report = task.folder / ".exit_codes.json"
+        self._report.unlink(missing_ok=True)
+        self._mark = f"{_MARK}={task.folder}"
+        self._began, self._start = time.time(), time.monotonic()
+        self._asked: float | None = None  # when it was asked to end
+        self._timed_out = False
+        with (task.folder / LOG_FILE).open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardlab.sweep.elastic", str(self._report), *arguments],
+                env={**environment_of_no_rank(), **environment, _MARK: str(task.folder)},
+                stdin=subprocess.PIPE,  # closes with this process, however that ends
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it: it would be told twice
+            )
+
+    def is_over(self, timeout_s: float | None, stop: Stop) -> bool:
+        """Whether all has ended; sees to it where it should."""
+        if self._process.poll() is not None:
+            return True
+        now = time.monotonic()
+        if self._asked is not None:
+            if stop.at_once or now - self._asked > _PATIENCE_SECONDS:
+                self._kill()
+        elif stop.signal is not None:
+            self._ask(stop.signal)
+        elif timeout_s is not None and now - self._start > timeout_s:
+            self._timed_out = True
+            self._ask(signal.SIGTERM)
+        return False
+
+    def result(self) -> Ended:
+        seconds = time.monotonic() - self._start
+        self._kill()  # what torchrun may have left behind
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        codes = json.loads(self._report.read_text()) if self._report.exists() else {}
+        self._report.unlink(missing_ok=True)
+        return Ended(
+            self._process.wait(),
+            self._began,
+            seconds,
+            {int(rank): code for rank, code in codes.items()},
+            self._timed_out,
+        )
+
+    def _ask(self, signum: int) -> None:
+        self._asked = time.monotonic()
+        self._process.send_signal(signum)
+
+    def _kill(self) -> None:
+        """Ranks have sessions of their own: only the environment tells whose they are."""
+        if self._process.poll() is None:
+            self._process.kill()
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # gone meanwhile, or another user's
+                if self._mark.encode() in file.read_bytes().split(b"\0"):
+                    os.kill(int(file.parent.name), signal.SIGKILL)
