@@ -80,8 +80,9 @@ def test_one_process_exits_as_shells_have_it(folder: Path) -> None:
     assert_interrupted(folder, ended)
 
 
-def test_an_interrupted_multirun_begins_no_further_job(folder: Path) -> None:
-    command = Command(folder, *ENDLESS, "-m", "seed=0,1", "hydra.sweep.dir=.", "hydra.sweep.subdir=run${hydra.job.num}")
+def test_an_interrupted_multirun_in_one_process_begins_no_further_job(folder: Path) -> None:
+    jobs = ("-m", "hydra/launcher=basic", "seed=0,1", "hydra.sweep.dir=.", "hydra.sweep.subdir=run${hydra.job.num}")
+    command = Command(folder, *ENDLESS, *jobs)
     command.wait_until(lambda: len(rows_of(folder / "run0")) > 2)
     command.interrupt()
     ended = command.wait()

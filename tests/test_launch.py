@@ -162,7 +162,7 @@ def test_each_job_of_a_multirun_names_its_mistake_and_the_others_run(folder: Pat
     experiments = {"fine": experiment({"model": "net"}, "")}
     experiments |= {name: experiment(groups, keys) for name, (groups, keys, _) in MISTAKES.items()}
     write_choices(folder, "experiment", experiments)
-    everywhere = (*QUICK[2:], "tracking.display=none", "train.steps=1")
+    everywhere = (*QUICK[2:], "tracking.display=none", "train.steps=1", "hydra/launcher=basic")
     ended = run(folder, "-m", "--config-dir=conf", *everywhere, f"experiment={','.join(experiments)}")
     assert ended.code == 2
     lines = ended.err.splitlines()
@@ -174,8 +174,8 @@ def test_each_job_of_a_multirun_names_its_mistake_and_the_others_run(folder: Pat
     assert read_json(multirun / "1" / "summary.json")["status"] == "failed"
 
 
-def test_a_multirun_runs_jobs_one_after_another(folder: Path) -> None:
-    ended = run(folder, *QUICK, "train.steps=1", "-m", "seed=0,1")  # options may stand between
+def test_a_multirun_in_one_process_runs_jobs_one_after_another(folder: Path) -> None:
+    ended = run(folder, *QUICK, "train.steps=1", "-m", "hydra/launcher=basic", "seed=0,1")  # options may stand between
     assert (ended.code, ended.err) == (0, "")
     (multirun,) = (folder / "outputs" / "multirun").glob("*/*")
     summaries = [read_json(multirun / str(job) / "summary.json") for job in (0, 1)]
