@@ -7,11 +7,23 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shardlab.config import ActivationConfig, ActivationPolicy
 from shardlab.errors import ConfigError
 from shardlab.sharding import find_blocks, match_modules
+
+# Marks for a profiler, which compute nothing. Where a unit lies inside a block, FSDP2 on a GPU sets more of them when
+# the block is recomputed than in forward, and PyTorch 2.13 fails for want of an operator to repeat (pytorch#185178).
+_MARKS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 
 
 def checkpoint_activations(model: nn.Module, activation: ActivationConfig, units: Sequence[Any] | None) -> None:
@@ -61,6 +73,7 @@ def _selective_contexts(activation: ActivationConfig) -> Callable:
     Saved: each output of `save`, and every second of `save_every_second`, counted together from the block's first:
     matrix products are dear to recompute, yet saving all of them would save most of the memory's worth again.
     """
+    SAC_IGNORED_OPS.update(_MARKS)
     save = {_operator(name, "activation.save") for name in activation.save}
     alternate = {_operator(name, "activation.save_every_second") for name in activation.save_every_second}
 

@@ -8,7 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+import torch
 
+from shardlab.errors import ConfigError
 from shardlab.models import MLP
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.plan import make_plan
@@ -51,6 +53,7 @@ def plan_alone():
     "sharding=hybrid_shard activation=selective accumulation=reduce_every accumulation.steps=2",
     "sharding=hybrid_shard_zero2",
     "sharding=full_shard sharding.reshard_after_forward=2",
+    'sharding=full_shard sharding.units=["layers.*","layers.*.attention"] activation=selective',
 ])  # fmt: skip
 def test_a_plan_for_cpus_equals_the_measurement_to_the_byte(on_ranks, plan_alone, overrides):
     run = (*RUN, *overrides.split(), *(("sharding.replicas=2",) if "hybrid" in overrides else ()))
@@ -129,3 +132,46 @@ def test_autocast_on_gpus_takes_more_than_bf16_and_less_than_fp32(plan_alone):
     ]
     peaks = [plan["peak"]["allocated_bytes"] for plan in plans]
     assert peaks == sorted(set(peaks))
+
+
+def test_units_inside_blocks_are_planned_for_gpus_too(plan_alone):
+    run = (*RUN, 'sharding.units=["layers.*","layers.*.attention"]')
+    plans = [
+        plan_alone((*run, f"activation={name}"), 8, ClusterDevice.cuda)["peak"]
+        for name in ("none", "selective", "full")
+    ]
+    peaks = [peak["allocated_bytes"] for peak in plans]
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert peaks == [sum(peak["breakdown"].values()) for peak in plans]
+
+
+class ReadsItsGradient(MLP):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out = super().forward(inputs)
+        out.register_hook(lambda grad: grad if grad.sum() > 0 else 2 * grad)
+        return out
+
+
+class LosesWhatItSaved(MLP):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def unpack(packed: torch.Tensor) -> torch.Tensor:
+            raise LookupError("it is gone")
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            return super().forward(inputs)
+
+
+def problem_on_gpus(model: type[MLP]) -> str:
+    run = ("model=mlp", f"model._target_={__name__}.{model.__name__}", "data=random_classes")
+    try:
+        planned(run, 2, ClusterDevice.cuda)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_backward_fails_with_on_gpus_is_told():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # which an error in backward could abort
+        reads, loses = pool.map(problem_on_gpus, (ReadsItsGradient, LosesWhatItSaved))
+    assert "aten._local_scalar_dense in " in reads and "torch.where" in reads
+    assert "LookupError: it is gone" in loses

@@ -9,6 +9,7 @@ allocator can give it. What CUDA does otherwise than the operators' CPU paths is
 """
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -92,10 +93,41 @@ class Accelerator(backend_registration._DummyBackendModule):
         yield
 
 
+_DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+_raise_pending = ctypes.pythonapi.Py_IsInitialized  # as ctypes does after any call of Python's C API
+_errors: list[BaseException] = []  # that steps of backward failed with
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """Tells autograd the type of the device, and takes the error that a step of backward fails with.
+
+    Autograd sets its stream back while that error is pending, and asks for the type to do so (`exchangeStream` in
+    PyTorch's acc/Module.cpp). Python fails calls that return while an error is pending, which would abort the process.
+    """
+
+    __slots__ = ()  # nor is anything found beside an instance's dictionary while an error is pending
+
+    def type_(self) -> Any:
+        try:
+            _raise_pending()
+        except BaseException as error:
+            _errors.append(error)
+        return _DEVICE_TYPE
+
+
+def error_in_backward() -> BaseException | None:
+    """The error that backward failed with on the device, told once: backward itself raises a SystemError without it."""
+    error = _errors[0] if _errors else None
+    _errors.clear()
+    return error
+
+
 @cache
 def install() -> torch.device:
     """Registers the device in this process, once. Returns it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
+    backend_registration._setup_privateuseone_for_python_backend(
+        NAME, backend_module=Accelerator(), device_guard=_Guard()
+    )
     _map_generators()
     _map_pinned_memory()
     _map_tensor_factory()

@@ -18,7 +18,7 @@ from shardlab.build import build, make_model
 from shardlab.config import Config
 from shardlab.errors import ConfigError, describe
 from shardlab.planner.blocks import Count, lengthen, shorten
-from shardlab.planner.device import install
+from shardlab.planner.device import error_in_backward, install
 from shardlab.planner.fake_mode import QuickFakeMode
 from shardlab.planner.steps import repeat_step
 from shardlab.sharding import make_mesh
@@ -95,14 +95,15 @@ def _simulate(
     except ConfigError:
         raise
     except Exception as error:
-        log.info("the simulation failed", exc_info=True)
-        raise ConfigError(_problem(error, ledger)) from error
+        cause = error_in_backward() or error
+        log.info("the simulation failed", exc_info=cause)
+        raise ConfigError(_problem(cause, ledger)) from cause
     finally:
         ledger.close()
     return ledger, counter.counts
 
 
-def _problem(error: Exception, ledger: Ledger) -> str:
+def _problem(error: BaseException, ledger: Ledger) -> str:
     """Why a model cannot be planned, with the operator and the module that stopped it."""
     operator, module = ledger.failed_at or ("its Python code", "")
     where = f"model: {operator} in {module or 'the model itself'} cannot be planned"
