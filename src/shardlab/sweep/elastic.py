@@ -20,6 +20,8 @@ from shardlab.run_folder import write_json
 def main() -> int:
     """Returns the exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A store that outlives an attempt (--max-restarts) has the addresses of its ranks, to which gloo then connects.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     report, *arguments = sys.argv[1:]
     try:
         run(parse_args(arguments))
