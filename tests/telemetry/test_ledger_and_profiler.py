@@ -31,6 +31,7 @@ KNOWN = {
     GENERATOR_STATE,  # 5,056 bytes for each block, made by no operator
     "aten::_scaled_dot_product_flash_attention_for_cpu",  # a tile of scores for each thread
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::mm",  # in bf16, on CPUs without instructions for it
     "fsdp::chunk_cat",  # where it also casts, bf16 to fp32: a CPU joins the gradients first, where CUDA has one kernel
 }
 

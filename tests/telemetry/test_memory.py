@@ -1,13 +1,14 @@
 """What a rank keeps in memory, against sizes worked out by hand."""
 
 import itertools
+from threading import Timer
 from typing import ClassVar
 
 import pytest
 import torch
 
 from shardlab.device import Cpu
-from shardlab.telemetry import Ledger, MemoryMeter, reduce_over_ranks
+from shardlab.telemetry import Ledger, MemoryMeter, ledger, reduce_over_ranks
 from shardlab.telemetry.ledger import Phase
 from shardlab.telemetry.memory import storage_nbytes
 from tests.training import CPU, batches_of, built_from, config_of, recorded_run
@@ -162,3 +163,22 @@ def test_recomputed_forwards_belong_to_backward_and_norm_and_clipping_to_the_upd
     assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
     assert {"layers.0.attention.wq", "layers.1.feed_forward.w2", "output"} <= modules
     assert running == [""]  # though recomputation is left early, by an exception
+
+
+def test_what_a_collectives_backend_lets_go_of_late_dies_before_the_next_birth(monkeypatch):
+    monkeypatch.setattr(ledger, "PATIENCE_S", 30)
+    held = []
+
+    def keep_for_a_moment(tensor, async_op):
+        held.extend([tensor, tensor[:50]])  # as gloo's worker thread has the tensor, and views of it
+        Timer(0.02, held.clear).start()
+
+    with torch.library._scoped_library("c10d", "FRAGMENT") as library:
+        library.define("keep_for_a_moment(Tensor tensor, bool async_op=True) -> ()")
+        library.impl("keep_for_a_moment", keep_for_a_moment, "CPU")
+        with Ledger(CPU) as account:
+            sent = torch.zeros(100)
+            torch.ops.c10d.keep_for_a_moment(sent, False)
+            del sent
+            kept = torch.zeros(10)
+    assert [event.after for event in account.events] == [400, 0, 4 * kept.numel()]
