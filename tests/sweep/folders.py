@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardlab.sweep.records import JobRecord, SweepRecord, write_job, write_swee
 
 MIB, GIB = 2**20, 2**30
 BEGAN = 1_790_000_000.0
+CAPACITY_BYTES = 79 * GIB
 
 BREAKDOWN = {
     "parameters": 3,
@@ -29,62 +31,97 @@ def write_finished_sweep(folder: Path, *, mode: str = "train") -> Path:
     """A sweep of two strategies, two precisions and an accumulation that does not go together with one of them:
     four jobs that completed, one each that ran out of memory, was killed, failed, and was skipped.
 
-    With `mode="plan"`, of the four that completed one does not fit."""
+    With `mode="plan"` one of the four does not fit."""
     jobs = [
-        ("full_shard", "fp32", "none", _completed(peak_mib=50, tokens_per_s=4800.0, step_ms=850.0)),
-        ("full_shard", "bf16", "none", _completed(peak_mib=40, tokens_per_s=5200.0, step_ms=780.0)),
-        ("no_shard", "fp32", "none", _completed(peak_mib=80, tokens_per_s=5900.0, step_ms=690.0)),
-        ("no_shard", "bf16", "none", _completed(peak_mib=70, tokens_per_s=5100.0, step_ms=800.0)),
-        ("full_shard", "fp32", "reduce_last", _ended("oom", "rank 1: RuntimeError: can't allocate memory", oom=True)),
-        ("full_shard", "bf16", "reduce_last", _ended("killed", "rank 1 was killed (SIGKILL)")),
-        ("no_shard", "fp32", "reduce_last", _ended("failed", 'rank 0: KeyError: "<no> such & sample"')),
-        ("no_shard", "bf16", "reduce_last", _ended("skipped", "train.global_batch=31 is no multiple of 32")),
+        ("full_shard", "fp32", "none", completed(peak_mib=50, tokens_per_s=4800.0, step_ms=850.0)),
+        ("full_shard", "bf16", "none", completed(peak_mib=40, tokens_per_s=5200.0, step_ms=780.0)),
+        ("no_shard", "fp32", "none", completed(peak_mib=80, tokens_per_s=5900.0, step_ms=690.0)),
+        ("no_shard", "bf16", "none", completed(peak_mib=70, tokens_per_s=5100.0, step_ms=800.0)),
+        ("full_shard", "fp32", "reduce_last", ended("oom", "rank 1: RuntimeError: can't allocate memory", oom=True)),
+        ("full_shard", "bf16", "reduce_last", ended("killed", "rank 1 was killed (SIGKILL)")),
+        ("no_shard", "fp32", "reduce_last", ended("failed", 'rank 0: KeyError: "<no> such & sample"')),
+        ("no_shard", "bf16", "reduce_last", ended("skipped", "train.global_batch=31 is no multiple of 32")),
     ]
-    capacity = 75 * MIB if mode == "plan" else None
-    for number, (sharding, precision, accumulation, summary) in enumerate(jobs):
-        overrides = [
-            f"sharding={sharding}", f"precision={precision}", f"accumulation={accumulation}", "train.global_batch=32",
-        ]  # fmt: skip
-        _write_job(folder / str(number), number, overrides, summary, capacity_bytes=capacity, mode=mode)
-    command = (
-        "python train.py -m sharding=full_shard,no_shard precision=fp32,bf16 "
-        "accumulation=none,reduce_last train.global_batch=32"
+    return write_jobs(
+        folder,
+        [
+            (f"sharding={sharding} precision={precision} accumulation={accumulation} train.global_batch=32", summary)
+            for sharding, precision, accumulation, summary in jobs
+        ],
+        mode=mode,
+        capacity_bytes=75 * MIB if mode == "plan" else None,
+        command="python train.py -m sharding=full_shard,no_shard precision=fp32,bf16 "
+        "accumulation=none,reduce_last train.global_batch=32",
     )
-    _write_sweep(folder, command, mode=mode, jobs=len(jobs))
-    return folder
 
 
-def write_large_sweep(folder: Path, *, mode: str = "train", metrics_rows: int = 40) -> Path:
-    """A sweep of 60 jobs on GPUs: strategies, precisions and micro-batches; the largest do not fit."""
+def write_large_sweep(folder: Path, *, mode: str = "train", micro_batches: int = 4) -> Path:
+    """A sweep of strategies, precisions and micro-batches on GPUs, 15 jobs a micro-batch; the largest do not fit."""
     strategies = {"full_shard": 1.0, "shard_grad_op": 1.3, "hybrid_shard": 1.6, "no_shard": 3.2, "shard_optimizer": 2.4}
     precisions = {"fp32": (2.0, 0.5), "bf16": (1.0, 1.0), "bf16_autocast": (1.4, 0.85)}
-    capacity = 79 * GIB
-    combinations = itertools.product(strategies, precisions, (1, 2, 4, 8))
+    sizes = [2**i for i in range(micro_batches)]
     draw = random.Random(0)
-    for number, (sharding, precision, micro_batch) in enumerate(combinations):
+    jobs = []
+    for sharding, precision, micro_batch in itertools.product(strategies, precisions, sizes):
         weight, speed = precisions[precision]
         peak_mib = int(1024 * (8 * strategies[sharding] + 6 * micro_batch) * weight * draw.uniform(0.97, 1.03))
         tokens_per_s = 9000 * speed * micro_batch**0.3 * strategies[sharding] ** 0.15 * draw.uniform(0.95, 1.05)
-        summary = _completed(peak_mib=peak_mib, tokens_per_s=tokens_per_s, step_ms=1e6 * micro_batch / tokens_per_s)
+        summary = completed(peak_mib=peak_mib, tokens_per_s=tokens_per_s, step_ms=1e6 * micro_batch / tokens_per_s)
         summary["memory"]["reserved_peak_bytes"] = int(summary["memory"]["allocated_peak_bytes"] * 1.04)
         summary["plan"]["reserved_peak_bytes"] = int(summary["plan"]["allocated_peak_bytes"] * 1.03)
-        if mode == "train" and summary["memory"]["reserved_peak_bytes"] > capacity:
-            summary = _ended(
-                "oom", "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB.", oom=True
-            )
-        overrides = [
-            f"sharding={sharding}",
-            f"precision={precision}",
-            f"train.micro_batch={micro_batch}",
-            "model=llama3_8b",
-        ]
-        run = folder / str(number)
-        _write_job(run, number, overrides, summary, capacity_bytes=capacity, mode=mode, metrics_rows=metrics_rows)
-    command = (
-        f"python train.py -m model=llama3_8b sharding={','.join(strategies)} "
-        f"precision={','.join(precisions)} train.micro_batch=1,2,4,8"
+        if mode == "train" and summary["memory"]["reserved_peak_bytes"] > CAPACITY_BYTES:
+            error = "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB."
+            summary = ended("oom", error, oom=True)
+        overrides = f"sharding={sharding} precision={precision} train.micro_batch={micro_batch} model=llama3_8b"
+        jobs.append((overrides, summary))
+    return write_jobs(
+        folder,
+        jobs,
+        mode=mode,
+        capacity_bytes=CAPACITY_BYTES,
+        metrics_rows=1000,
+        machine="8 x NVIDIA H100 80GB HBM3",
+        command=f"python train.py -m model=llama3_8b sharding={','.join(strategies)} "
+        f"precision={','.join(precisions)} train.micro_batch={','.join(map(str, sizes))}",
     )
-    _write_sweep(folder, command, mode=mode, jobs=60, machine="8 x NVIDIA H100 80GB HBM3")
+
+
+def write_jobs(
+    folder: Path,
+    jobs: Sequence[tuple[str, dict[str, Any]]],
+    *,
+    mode: str = "train",
+    capacity_bytes: int | None = None,
+    metrics_rows: int = 6,
+    machine: str = "2 x CPU",
+    command: str = "python train.py -m",
+) -> Path:
+    """A sweep of jobs.
+
+    Args:
+        folder: to write to.
+        jobs: overrides with spaces between, and the summary of a run; of a plan it keeps what a plan has.
+        mode: train or plan.
+        capacity_bytes: that the plans know of.
+        metrics_rows: of each run that completed.
+        machine: that the sweep ran on.
+        command: that began it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (overrides, summary) in enumerate(jobs):
+        _write_job(folder / str(number), number, overrides.split(), summary, mode, capacity_bytes, metrics_rows)
+    write_sweep(
+        folder,
+        SweepRecord(
+            command=command + (" mode=plan" if mode == "plan" else ""),
+            began=BEGAN,
+            machine=machine,
+            torch="2.13.0+cpu",
+            mode=mode,
+            jobs=[str(number) for number in range(len(jobs))],
+            ended=BEGAN + 200.0,
+        ),
+    )
     return folder
 
 
@@ -93,15 +130,14 @@ def _write_job(
     number: int,
     overrides: list[str],
     summary: dict[str, Any],
-    *,
-    capacity_bytes: int | None,
     mode: str,
-    metrics_rows: int = 6,
+    capacity_bytes: int | None,
+    metrics_rows: int,
 ) -> None:
     run.mkdir(parents=True)
     skipped = summary["status"] == "skipped"
     program = (
-        ["torchrun", "--nproc-per-node", "2", "train.py"] if mode == "train" else ["python", "train.py", "mode=plan"]
+        ["python", "train.py", "mode=plan"] if mode == "plan" else ["torchrun", "--nproc-per-node", "2", "train.py"]
     )
     write_job(
         run,
@@ -129,22 +165,7 @@ def _write_job(
         (run / "launch.log").write_text(f"step 1/50 loss 5.9\nerror: {summary['error']}\n")
 
 
-def _write_sweep(folder: Path, command: str, *, mode: str, jobs: int, machine: str = "2 x CPU") -> None:
-    write_sweep(
-        folder,
-        SweepRecord(
-            command=command + (" mode=plan" if mode == "plan" else ""),
-            began=BEGAN,
-            machine=machine,
-            torch="2.13.0+cpu",
-            mode=mode,
-            jobs=[str(number) for number in range(jobs)],
-            ended=BEGAN + 200.0,
-        ),
-    )
-
-
-def _completed(*, peak_mib: int, tokens_per_s: float, step_ms: float) -> dict[str, Any]:
+def completed(*, peak_mib: int, tokens_per_s: float, step_ms: float) -> dict[str, Any]:
     scale = max(1, peak_mib // 100)
     breakdown = {name: scale * mib * MIB for name, mib in BREAKDOWN.items()}
     breakdown["activations"] += (peak_mib - 50 * scale) * MIB
@@ -173,10 +194,10 @@ def _completed(*, peak_mib: int, tokens_per_s: float, step_ms: float) -> dict[st
     }
 
 
-def _ended(status: str, error: str, *, oom: bool = False) -> dict[str, Any]:
+def ended(status: str, error: str, *, oom: bool = False) -> dict[str, Any]:
     summary = {"status": status, "error": error, "world_size": 2}
     if oom:
-        memory = _completed(peak_mib=90, tokens_per_s=1.0, step_ms=1.0)["memory"]
+        memory = completed(peak_mib=90, tokens_per_s=1.0, step_ms=1.0)["memory"]
         summary |= {"steps": 1, "memory": memory, "plan": {"allocated_peak_bytes": 120 * MIB}}
     return summary
 
@@ -204,14 +225,15 @@ def _plan(summary: dict[str, Any], capacity_bytes: int | None) -> dict[str, Any]
 
 
 def _rows(number: int, count: int) -> list[dict[str, Any]]:
-    """The first step, and others up to the last, 50."""
+    """Rows of a run of 50 steps, or of one of as many as there are rows."""
+    last = max(count, 50)
     return [
         {
             "step": step,
             "time": time.time(),
-            "train/loss": 5.9 * 0.98**step + 0.1 * number,
+            "train/loss": 5.9 * 0.98 ** (50 * step / last) + 0.1 * number,
             "progress/step": step,
             "progress/tokens": step * 8192,
         }
-        for step in sorted({1, *(50 * i // (count - 1) for i in range(1, count))})
+        for step in sorted({1, *(last * i // (count - 1) for i in range(1, count))})
     ]

@@ -29,7 +29,7 @@ def write_page(results: Results) -> None:
     """Writes `report.html` into the sweep's folder; it holds plotly.js too, about 5 MB."""
     advice, counts = advise(results), results.counts()
     front = {row["job"] for row in pareto_front(results)}
-    data = json.dumps(_data(results, front), separators=(",", ":"))
+    data = json.dumps(_data(results, front) | {"advised": advice.job}, separators=(",", ":"))
     parts = {
         "TITLE": f"Sweep of {html.escape(counts)}",
         "COUNTS": html.escape(counts),
@@ -84,6 +84,7 @@ def _drawn(results: Results, row: Row, front: set[int]) -> dict[str, Any]:
         "job": row["job"],
         "status": row["status"],
         "values": {key: row[key] for key in results.varied},
+        "label": results.label(row),
         "front": row["job"] in front,
         "tokens_per_s": row["perf.tokens_per_s"] if completed else None,
         "peak_bytes": results.peak_bytes(row) if completed else None,
@@ -116,7 +117,7 @@ def read_curve(job: Job) -> dict[str, list[float]]:
         job: of which `metrics.jsonl` is read, as far as it goes.
 
     Returns:
-        `loss`, and as long as that `step` and those of `tokens` and `samples` that are known; of a long run some points.
+        `loss`, and of the same length `step` and what is known of `tokens` and `samples`; of a long run some points.
     """
     file = job.folder / "metrics.jsonl"
     if not file.exists():

@@ -9,7 +9,7 @@ from shardlab.run_folder import Status
 from shardlab.sweep.results import Results, Row
 
 _FITS = {True: "yes", False: "no", None: None}
-_GOOD = (Status.completed.value, Status.running.value)
+_BAD = (Status.oom.value, Status.killed.value, Status.failed.value)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
     sizes, moved = _unit(peaks), _unit(traffic)
 
     def size(header: str, values: Sequence[int | None], unit: tuple[str, int]) -> _Column:
-        return _Column(f"{header},\n{unit[0]}", values, lambda nbytes: f"{nbytes / unit[1]:,.2f}")
+        return _Column(header + unit[0], values, lambda nbytes: f"{nbytes / unit[1]:,.2f}")
 
     planned = [row["plan.reserved_peak_bytes"] or row["plan.allocated_peak_bytes"] for row in rows]
     measured = [row["memory.reserved_peak_bytes"] or row["memory.allocated_peak_bytes"] for row in rows]
@@ -64,17 +64,17 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
         *(_Column(_broken(key), [row[key] for row in rows]) for key in results.varied),
         figures(f"{results.unit}/s", "perf.tokens_per_s", ",.0f"),
         figures("step,\nms", "perf.step_ms", ",.1f"),
-        size("peak", measured, sizes),
-        size("predicted", planned, sizes),
-        figures("error,\n%", "plan.error_pct", "+.1f"),
-        size("capacity", [row["plan.capacity_bytes"] for row in rows] if results.is_plan else [], sizes),
+        size("peak,\n", measured, sizes),
+        size("predicted,\n", planned, sizes),
+        figures("error,\n%", "plan.error_pct", "+z.1f"),
+        size("capacity,\n", [row["plan.capacity_bytes"] for row in rows] if results.is_plan else [], sizes),
         _Column("fits", [_FITS[row["plan.fits"]] for row in rows] if results.is_plan else []),
         figures("first\nloss", "loss.first", ".4f"),
         figures("last\nloss", "loss.last", ".4f"),
         figures("held-out\nloss", "eval.loss", ".4f"),
-        size("all-gather", [row["comm.all_gather_bytes"] for row in rows], moved),
-        size("reduce-scatter", [row["comm.reduce_scatter_bytes"] for row in rows], moved),
-        size("all-reduce", [row["comm.all_reduce_bytes"] for row in rows], moved),
+        size("all-\ngather, ", [row["comm.all_gather_bytes"] for row in rows], moved),
+        size("reduce-\nscatter, ", [row["comm.reduce_scatter_bytes"] for row in rows], moved),
+        size("all-\nreduce, ", [row["comm.all_reduce_bytes"] for row in rows], moved),
         figures("steps", "steps", ",d"),
         figures("took,\ns", "seconds", ",.1f"),
     ]
@@ -84,7 +84,7 @@ def _cell(column: _Column, value: Any) -> str:
     if value is None:
         return f'<td{_class(column)} data-value=""></td>'
     text = html.escape(column.form(value))
-    bad = column.header == "status" and value not in _GOOD
+    bad = column.header == "status" and value in _BAD
     return f'<td{_class(column, "bad" if bad else "")} data-value="{html.escape(str(value))}">{text}</td>'
 
 
@@ -102,4 +102,4 @@ def _broken(key: str) -> str:
 def _unit(sizes: Sequence[int]) -> tuple[str, int]:
     """One unit for a column: GiB, or what its largest size is better told in."""
     largest = max(sizes, default=0)
-    return next((unit for unit in (("GiB", 2**30), ("MiB", 2**20)) if largest >= 0.1 * unit[1]), ("KiB", 2**10))
+    return next((unit for unit in (("GiB", 2**30), ("MiB", 2**20)) if largest >= unit[1]), ("KiB", 2**10))

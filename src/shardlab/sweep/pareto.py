@@ -100,8 +100,9 @@ def _by_memory(results: Results, completed: Sequence[Row]) -> Advice:
         text = f"No speed was measured: of {total} that completed {named} has the smallest peak, {size} per rank."
     elif fitting:
         of = f" of {format_gib(capacity)}" if capacity else ""
-        how_many = "The only one that was planned fits" if total == 1 else f"{len(fitting)} of {total} plans fit"
-        text = f"{how_many}: {named} takes least, {size}{of} per rank."
+        how_many = "All" if len(fitting) == total else f"{len(fitting)} of"
+        verdict = "The only plan fits" if total == 1 else f"{how_many} {total} plans fit"
+        text = f"{verdict}: {named} takes least, {size}{of} per rank."
     elif all(row["plan.fits"] is False for row in sized):
         too_much = f"{format_gib(peak - capacity)} more than there is" if capacity else "too much"
         none = "The only plan does not fit" if total == 1 else f"None of {total} plans fits"

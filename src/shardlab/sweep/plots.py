@@ -1,5 +1,7 @@
 """Plots of a sweep as plotly figures, for W&B; `report.html` draws its own."""
 
+from collections.abc import Mapping
+
 import plotly.graph_objects as go
 
 from shardlab.sweep.page import read_curve
@@ -25,15 +27,13 @@ def throughput_against_memory(results: Results) -> go.Figure:
 
 def memory_by_category(results: Results) -> go.Figure:
     """What the peak of each job consists of, measured and predicted side by side."""
-    bars = []  # job, kind, breakdown
+    bars: list[tuple[str, str, Mapping[str, int]]] = []  # job, kind, bytes by category
     for row in results.rows:
-        job = results.job(row["job"])
-        measured = (job.summary.get("memory") or {}).get("breakdown")
-        predicted = ((job.plan or {}).get("peak") or {}).get("breakdown")
-        bars += [
-            (f"job {row['job']}", kind, sizes) for kind, sizes in (("measured", measured), ("predicted", predicted))
-        ]
-    bars = [bar for bar in bars if bar[2]]
+        job, name = results.job(row["job"]), f"job {row['job']}"
+        if measured := (job.summary.get("memory") or {}).get("breakdown"):
+            bars.append((name, "measured", measured))
+        if predicted := ((job.plan or {}).get("peak") or {}).get("breakdown"):
+            bars.append((name, "predicted", predicted))
     figure = go.Figure(layout={"barmode": "stack", "yaxis_title": "peak memory per rank (GiB)"})
     for category, colour in COLOURS.items():
         figure.add_bar(

@@ -4,7 +4,7 @@ const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const FEW = 15; // jobs of which each is labelled
-const FIRST = 20; // jobs that a chart of bars shows at once
+const FIRST = 12; // jobs that a chart of bars shows at once
 const BAR = 13, LABEL = 20, GAP = 10; // pixels
 const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
 const CONFIG = { displayModeBar: false, responsive: true };
@@ -13,14 +13,15 @@ const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
 
 // ---- numbers
 
-// One unit for all sizes of a chart: that of its largest, as on screen (GiB from 0.1 GiB on).
+// One unit for all sizes of a chart: that of its largest.
 function unitOf(sizes) {
   const largest = Math.max(0, ...sizes);
-  return UNITS.find(([, bytes]) => largest >= 0.1 * bytes) ?? UNITS.at(-1);
+  return UNITS.find(([, bytes]) => largest >= bytes) ?? UNITS.at(-1);
 }
 
 function inUnit(size, [name, bytes]) {
-  return `${(size / bytes).toLocaleString("en", { maximumFractionDigits: size / bytes < 10 ? 2 : 1 })} ${name}`;
+  const digits = name === "GiB" ? 2 : name === "B" ? 0 : 1;
+  return `${(size / bytes).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${name}`;
 }
 
 const size = bytes => inUnit(bytes, unitOf([bytes]));
@@ -84,25 +85,53 @@ function described(job) {
 
 // ---- throughput against memory; of plans, predicted memory against capacity
 
+// The texts at points; where there is no room for all, those of the front come first.
+function labelsOf(jobs, xs, ys, { width, height }) {
+  const texts = jobs.map(() => "");
+  const importance = job => (job.job === sweep.advised ? 2 : job.front ? 1 : 0);
+  const around = ([x, y], of) => ({ of, left: x - 7, right: x + 7, top: y - 10, bottom: y + 10 });
+  const placed = jobs.map((job, i) => around([xs[i] * width, (1 - ys[i]) * height], i)).filter(({ of }) => jobs[of].front);
+  const order = jobs.map((_, i) => i).sort((i, k) => importance(jobs[k]) - importance(jobs[i]));
+  for (const i of order) {
+    if (!importance(jobs[i]) && jobs.length > FEW) continue;
+    const text = jobs[i].job === sweep.advised ? `${jobs[i].job}, advised` : `${jobs[i].job}`;
+    const right = xs[i] * width - 5, bottom = (1 - ys[i]) * height - 5;
+    const box = { left: right - 8 * text.length - 2, right, top: bottom - 15, bottom };
+    if (placed.some(o => o.of !== i && box.left < o.right && o.left < box.right && box.top < o.bottom && o.top < box.bottom)) continue;
+    placed.push(box);
+    texts[i] = jobs[i].front ? `<b>${text}</b>` : text;
+  }
+  return texts;
+}
+
+// A range with some room around values, and where in it a value lies (0 to 1).
+function rangeOf(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)], margin = 0.1 * (high - low || high);
+  const range = [Math.max(low - margin, 0), high + margin];
+  return { range, place: value => (value - range[0]) / (range[1] - range[0]) };
+}
+
 function drawFront() {
   const jobs = sweep.jobs.filter(job => job.tokens_per_s !== null && job.peak_bytes !== null);
+  const plot = find("front-plot");
   if (!jobs.length) {
-    find("front-plot").hidden = true;
+    plot.hidden = find("encoding").hidden = true;
     find("front-note").textContent = "No job completed whose throughput was measured.";
     return;
   }
-  const unit = unitOf(jobs.map(job => job.peak_bytes));
-  const drawn = encoding(), front = jobs.filter(job => job.front).sort((a, b) => a.peak_bytes - b.peak_bytes);
+  const unit = unitOf(jobs.map(job => job.peak_bytes)), drawn = encoding();
+  const front = jobs.filter(job => job.front).sort((a, b) => a.peak_bytes - b.peak_bytes);
   const xs = list => list.map(job => job.peak_bytes / unit[1]), ys = list => list.map(job => job.tokens_per_s);
-  const isLabelled = job => job.front || jobs.length <= FEW;
+  const [x, y] = [rangeOf(xs(jobs)), rangeOf(ys(jobs))];
+  const inside = { width: plot.clientWidth - 74, height: plot.clientHeight - 60 };
   const points = {
     type: "scatter", mode: "markers+text", name: "jobs", x: xs(jobs), y: ys(jobs), customdata: jobs.map(job => job.job),
-    text: jobs.map(job => (isLabelled(job) ? (job.front ? `<b>${job.job}</b>` : `${job.job}`) : "")),
+    text: labelsOf(jobs, xs(jobs).map(x.place), ys(jobs).map(y.place), inside),
     textposition: "top left", textfont: { size: 12, color: "#1A1A1A" }, cliponaxis: false,
     marker: {
-      color: jobs.map(drawn.colour), symbol: jobs.map(drawn.symbol), size: jobs.map(job => (job.front ? 13 : 9)),
-      opacity: jobs.map(job => (job.front ? 1 : 0.65)),
-      line: { color: "#1A1A1A", width: jobs.map(job => (job.front ? 1.5 : 0)) },
+      color: jobs.map(drawn.colour), symbol: jobs.map(drawn.symbol),
+      size: jobs.map(job => (job.front ? 12 : 9)), opacity: jobs.map(job => (job.front ? 1 : 0.65)),
+      line: { color: "#1A1A1A", width: jobs.map(job => (job.job === sweep.advised ? 3 : job.front ? 1.5 : 0)) },
     },
     hovertext: jobs.map(job => `${described(job)}<br>${number(job.tokens_per_s)} ${sweep.unit}/s, ${size(job.peak_bytes)}`),
     hoverinfo: "text",
@@ -111,16 +140,14 @@ function drawFront() {
     type: "scatter", mode: "lines", name: "Pareto front", x: xs(front), y: ys(front), hoverinfo: "skip",
     line: { color: "#777777", width: 1.5, shape: "hv", dash: "dot" },
   };
-  const room = values => {
-    const [low, high] = [Math.min(...values), Math.max(...values)], margin = 0.1 * (high - low || high);
-    return [Math.max(low - margin, 0), high + margin];
-  };
   const layout = layoutOf({
-    xaxis: { title: { text: `peak memory per rank, ${unit[0]}: less is better`, standoff: 8 }, range: room(points.x) },
-    yaxis: { title: { text: `${sweep.unit}/s, all ranks: more is better`, standoff: 8 }, range: room(points.y), tickformat: "~s" },
+    xaxis: { title: { text: `peak memory per rank, ${unit[0]}`, standoff: 8 }, range: x.range },
+    yaxis: { title: { text: `${sweep.unit}/s over all ranks`, standoff: 8 }, range: y.range, tickformat: "~s" },
   });
-  Plotly.react("front-plot", [line, points], layout, CONFIG);
+  Plotly.react(plot, [line, points], layout, CONFIG);
   showLegend("encoding-legend", drawn.legend(SYMBOLS));
+  find("front-note").textContent =
+    "Up and to the left is better. The dotted line is the Pareto front: of its jobs no other one is both faster and smaller.";
 }
 
 function drawCapacity() {
@@ -135,7 +162,7 @@ function drawCapacity() {
   const fits = { true: ["#0072B2", "fits"], false: ["#D55E00", "does not fit"], null: ["#777777", "not known whether it fits"] };
   const xs = jobs.map((_, i) => i);
   const peaks = {
-    type: "bar", name: "peak", x: xs, y: jobs.map(job => job.peak_bytes / unit[1]), customdata: jobs.map(job => job.job),
+    type: "bar", name: "peak", width: Math.min(0.75, jobs.length / 12), x: xs, y: jobs.map(job => job.peak_bytes / unit[1]), customdata: jobs.map(job => job.job),
     marker: { color: jobs.map(job => fits[job.fits][0]) }, hoverinfo: "text",
     hovertext: jobs.map(job => `${described(job)}<br>${size(job.peak_bytes)}`
       + (job.capacity_bytes ? ` of ${size(job.capacity_bytes)}` : "")),
@@ -149,8 +176,7 @@ function drawCapacity() {
   };
   const every = Math.ceil(jobs.length / Math.max(find("front-plot").clientWidth / 30, 1));
   const layout = layoutOf({
-    bargap: 0.25,
-    xaxis: { title: { text: "job, the smallest peak first", standoff: 8 }, range: [-0.7, jobs.length - 0.3], showgrid: false,
+    xaxis: { title: { text: "job, the smallest peak first", standoff: 8 }, range: [-0.7, jobs.length - 0.3], showgrid: false, zeroline: false,
       tickvals: xs.filter(i => i % every === 0), ticktext: jobs.filter((_, i) => i % every === 0).map(job => `${job.job}`),
       tickangle: 0 },
     yaxis: { title: { text: `predicted peak per rank, ${unit[0]}`, standoff: 8 }, rangemode: "tozero" },
@@ -177,7 +203,7 @@ function drawBars(name, colours, barsOf) {
   const rows = [], annotations = [], letters = Math.floor(plot.clientWidth / 7.2);
   let y = 0;
   for (const job of jobs) {
-    const text = [`job ${job.job}`, ...Object.values(job.values).filter(value => value !== null)].join("  ");
+    const text = `job ${job.job}  ${job.label}`;
     annotations.push({ xref: "paper", x: 0, xanchor: "left", y: y + LABEL / 2, showarrow: false,
       text: escaped(shortened(text + (job.status === "completed" ? "" : `  (${job.status})`), letters)) });
     y += LABEL;
@@ -217,7 +243,7 @@ function drawBars(name, colours, barsOf) {
 
 function drawMemory() {
   drawBars("memory", sweep.categories, job =>
-    [["measured", job.measured, 1], ["predicted", job.predicted, 0.55]].filter(([, sizes]) => sizes));
+    [["measured", job.measured, 1], ["predicted", job.predicted, sweep.is_plan ? 1 : 0.55]].filter(([, sizes]) => sizes));
 }
 
 function drawCommunication() {

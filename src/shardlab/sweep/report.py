@@ -17,7 +17,7 @@ from shardlab.sweep.screen import show
 
 
 def finish(folder: Path) -> None:
-    """Ends a sweep: writes its results and its report, prints them, and sums them up in W&B. Raises no error.
+    """Ends a sweep: prints and writes its results and its report, and sums them up in W&B. Raises no error.
 
     Args:
         folder: of the sweep.
@@ -34,11 +34,13 @@ def finish(folder: Path) -> None:
         with suppress(OSError):
             file.write_text(traceback.format_exc())
         again = f"python -m shardlab.sweep.report {shlex.quote(str(folder))}"
-        print(f"  note: the report is not complete ({describe(error)}; traceback in {file}); make it again by {again}\n")
+        print(
+            f"  note: the report is not complete ({describe(error)}; traceback in {file}); make it again by {again}\n"
+        )
 
 
 def make_report(folder: Path) -> None:
-    """Writes `results.csv`, `results.jsonl` and `report.html` of a sweep, and prints what is in them.
+    """Prints the results of a sweep, and writes them to `results.csv`, `results.jsonl` and `report.html`.
 
     Args:
         folder: of the sweep, whether it has ended or not.
@@ -47,9 +49,10 @@ def make_report(folder: Path) -> None:
         ConfigError: where the folder holds no sweep.
     """
     results = read_results(folder)
+    show(results)
     write_results(results)
     write_page(results)
-    show(results, files=[folder / "results.csv", folder / "report.html"])
+    print("".join(f"  {folder / name}\n" for name in ("results.csv", "report.html")), flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

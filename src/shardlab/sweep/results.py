@@ -88,8 +88,8 @@ class Results:
     @property
     def unit(self) -> str:
         """What throughput counts: tokens or samples."""
-        units = {(job.summary.get("perf") or {}).get("unit") for job in self.jobs} - {None}
-        return units.pop() if len(units) == 1 else "tokens"
+        units = {_at(job.summary, "perf.unit") for job in self.jobs} - {None}
+        return str(units.pop()) if len(units) == 1 else "tokens"
 
     def job(self, number: int) -> Job:
         return next(job for job in self.jobs if job.record.number == number)
@@ -102,6 +102,11 @@ class Results:
     def describe(self, row: Row) -> str:
         """What tells a job from the others, as overrides."""
         return " ".join(f"{key}={row[key]}" for key in self.varied if row[key] is not None)
+
+    def label(self, row: Row) -> str:
+        """The same in short: names say by themselves what they are, numbers need the last part of their key."""
+        values = [(key.rsplit(".", 1)[-1], row[key]) for key in self.varied if row[key] is not None]
+        return " ".join(value if isinstance(value, str) else f"{key}={value}" for key, value in values)
 
     def counts(self) -> str:
         """How many jobs there are, and what became of them."""
@@ -158,7 +163,7 @@ def log_tail(job: Job, lines: int) -> list[str]:
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, int | float | str]:
-    """Values as they were given, numbers as such; `+` and `~` are no part of a key, and what is deleted is `removed`."""
+    """Values as they were given, numbers as such. `+` and `~` are no part of a key; what is deleted is `removed`."""
     found: dict[str, int | float | str] = {}
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")

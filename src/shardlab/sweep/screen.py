@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import rich.console
 from rich.box import SIMPLE_HEAD
@@ -30,15 +30,14 @@ class _Column:
         return max(map(len, [self.header, *self.cells]))
 
 
-def show(results: Results, *, files: Sequence[Path] = (), console: rich.console.Console | None = None) -> None:
+def show(results: Results, **settings: Any) -> None:
     """Prints the results of a sweep.
 
     Args:
         results: of the sweep.
-        files: that were written.
-        console: to print on; None = the standard output, in 80 columns where that is no terminal.
+        **settings: of rich's console; without any, the standard output is it, in 80 columns where that is no terminal.
     """
-    console = console or rich.console.Console(highlight=False, markup=False, emoji=False)
+    console = rich.console.Console(highlight=False, markup=False, emoji=False, **settings)
     console.print(f"\n  {results.counts()}", soft_wrap=True)
     if results.completed:
         _show_completed(results, console)
@@ -47,9 +46,6 @@ def show(results: Results, *, files: Sequence[Path] = (), console: rich.console.
         for row in results.others:
             _show_other(results, row, console)
     _show_advice(advise(results), console)
-    for file in files:
-        console.print(f"  {file}", soft_wrap=True)
-    console.print()
 
 
 def _show_completed(results: Results, console: rich.console.Console) -> None:
@@ -61,9 +57,7 @@ def _show_completed(results: Results, console: rich.console.Console) -> None:
             column.header, justify="left" if column.is_text else "right", no_wrap=not column.is_text, overflow="fold"
         )
     for index, row in enumerate(rows):
-        table.add_row(
-            *(column.cells[index] for column in columns), style="bold" if row["job"] in front else ""
-        )
+        table.add_row(*(column.cells[index] for column in columns), style="bold" if row["job"] in front else "")
     console.print()
     with console.capture() as capture:
         console.print(table, width=console.width - _INDENT)
@@ -94,7 +88,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
             _Column(f"{results.unit}/s", [_number(row["perf.tokens_per_s"], ",.0f") for row in rows]),
             _Column("step ms", [_number(row["perf.step_ms"], ",.1f") for row in rows], rank=3),
             peak,
-            _Column("plan error", [_number(row["plan.error_pct"], "+.1f", " %") for row in rows], rank=2),
+            _Column("plan error", [_number(row["plan.error_pct"], "+z.1f", " %") for row in rows], rank=2),
             _Column("loss", [_number(row["loss.last"], ".4g") for row in rows], rank=1),
         ]
     return [job, *varied, *(column for column in figures if any(column.cells))]
@@ -118,11 +112,10 @@ def _width(columns: Sequence[_Column]) -> int:
 
 def _show_other(results: Results, row: Row, console: rich.console.Console) -> None:
     """What became of a job that did not complete, and why."""
-    job = results.job(row["job"])
-    values = " ".join(str(row[key]) for key in results.varied if row[key] is not None)
-    lines = log_tail(job, LOG_LINES) if row["status"] == "failed" else []
+    label = results.label(row)
+    lines = log_tail(results.job(row["job"]), LOG_LINES) if row["status"] == "failed" else []
     reason = row["error"] or (lines.pop() if lines else "")
-    head = f"job {row['job']} {row['status']}" + (f" ({values})" if values else "") + (f": {reason}" if reason else "")
+    head = f"job {row['job']} {row['status']}" + (f" ({label})" if label else "") + (f": {reason}" if reason else "")
     for line in textwrap.wrap(head, console.width - _INDENT, subsequent_indent="    ", break_on_hyphens=False):
         console.print(f"  {line}", soft_wrap=True, style=STATUS_STYLE.get(row["status"], "red"))
     for line in lines:
