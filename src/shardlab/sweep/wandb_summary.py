@@ -64,7 +64,7 @@ def _log(folder: Path) -> str | None:
     run.start()
     rows = [[row[column] for column in results.columns] for row in results.rows]
     # A key's values may be numbers in one job and names in another.
-    run.show({"results": wandb.Table(columns=results.columns, data=rows, allow_mixed_types=True)})
+    run.show({"results": wandb.Table(columns=[*results.columns], data=rows, allow_mixed_types=True)})
     for plot in (plots.throughput_against_memory, plots.memory_by_category, plots.loss_curves):
         run.show({plot.__name__: wandb.Plotly(plot(results))})
     run.finish(_headlines(results))
