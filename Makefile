@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint format clean
+.PHONY: train test notebooks lint format clean
 
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py $(ARGS)
 
 test: .venv/ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Executes them in place: their outputs are kept for reading on the web.
+notebooks: .venv/ready
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """The README's figures are those that were recorded, and its commands compose."""
 
+import itertools
 import re
 import shlex
 import sys
@@ -29,9 +30,15 @@ def test_the_table_of_strategies_is_the_recorded_one(monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command):
-    overrides = [word for word in shlex.split(command.split("train.py")[1]) if word != "..."]
+    words = [word for word in shlex.split(command.split("train.py")[1]) if word != "..."]
+    sweep = "-m" in words
+    choices = [
+        [f"{key}={value}" for value in (values.split(",") if sweep else [values])]
+        for key, _, values in (word.partition("=") for word in words if word != "-m")
+    ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        assert compose("config", overrides=overrides)
+        for overrides in itertools.product(*choices):
+            assert compose("config", overrides=list(overrides))
 
 
 def test_every_group_and_choice_is_in_the_table():

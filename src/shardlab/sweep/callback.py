@@ -17,3 +17,6 @@ class SweepReport(Callback):
             from shardlab.sweep.report import finish  # what takes time to import comes where it is needed
 
             finish(folder)
+        from shardlab.sweep.launcher import tell_command_line
+
+        tell_command_line(folder)

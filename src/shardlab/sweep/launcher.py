@@ -52,7 +52,7 @@ def launch(
         first_number: of the first one.
 
     Returns:
-        For each combination what `sweep.objectives` names, of a job that did not complete NaN.
+        For each combination what `sweep.objectives` names; None for a job that did not complete.
 
     Raises:
         ConfigError: where the sweep cannot begin.
@@ -77,7 +77,7 @@ def launch(
             finish(batch.folder)
         command_line.end_with(128 + stop.signal)
         raise KeyboardInterrupt
-    _tell_command_line(batch)
+    _batches.setdefault(batch.folder, []).append(batch)
     return [
         JobReturn(
             overrides=list(overrides),
@@ -110,7 +110,7 @@ class _Batch:
         self._named: int | None = None  # the job whose name was the last line on the screen
         earlier = self._begin()
         same = set.intersection(*(set(task.overrides) for task in tasks)) if len(tasks) > 1 else set()
-        self._swept = {task.overrides: [o for o in task.overrides if o not in same] for task in tasks}
+        self._swept = {t.overrides: [o for o in t.overrides if o not in same] or list(t.overrides) for t in tasks}
         self.tasks = self._numbered(tasks, earlier)
         if runner.writes:
             self._write_records(earlier)
@@ -119,7 +119,8 @@ class _Batch:
         """Runs what is not done yet."""
         tasks = [task for task in self.tasks if task.number not in self.summaries]
         kept = f", {len(self.tasks) - len(tasks)} of them done before" if len(tasks) < len(self.tasks) else ""
-        print(f"\n  {len(self.tasks)} jobs{kept}, {self.runner.world_size} ranks each, in {self.folder}\n", flush=True)
+        count = f"{len(self.tasks)} job{'s' if len(self.tasks) != 1 else ''}"
+        print(f"\n  {count}{kept}, {self.runner.world_size} ranks each, in {self.folder}\n", flush=True)
         for task in list(tasks):
             if problem := self._contradiction(task):
                 tasks.remove(task)
@@ -298,6 +299,9 @@ class _Batch:
         print(f"  {task.number:>3}  {' '.join(self._swept[task.overrides])}", flush=True)
 
 
+_batches: dict[Path, list[_Batch]] = {}  # that have ended, by their sweeps
+
+
 def _set_aside(folder: Path, sweep: Path) -> None:
     """Moves what a job left that is to run again out of the way."""
     for number in itertools.count():
@@ -314,10 +318,12 @@ def _machine(runner: Torchrun) -> str:
     return f"{runner.world_size} x {name}"
 
 
-def _tell_command_line(batch: _Batch) -> None:
+def tell_command_line(folder: Path) -> None:
     """Lets the exit code say what came of the sweep: 1 where a job failed, 2 where no combination can be run at all."""
-    failed = any(summary["status"] == Status.failed.value for summary in batch.summaries.values())
-    if failed:
+    batches = _batches.get(folder.absolute(), [])
+    summaries = [summary for batch in batches for summary in batch.summaries.values()]
+    refused = [reason for batch in batches for reason in batch.refused]
+    if any(summary["status"] == Status.failed.value for summary in summaries):
         command_line.end_with(1)
-    elif batch.tasks and len(batch.refused) == len(batch.tasks):
-        command_line.end_with(2, batch.refused[0])
+    elif refused and len(refused) == sum(len(batch.tasks) for batch in batches):
+        command_line.end_with(2, refused[0])

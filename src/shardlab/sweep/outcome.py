@@ -40,6 +40,8 @@ def _verdict(
 ) -> tuple[Status, str | None]:
     if status in (Status.completed, Status.oom):
         return status, error
+    if ended.said is not None:
+        return ended.said
     if ended.timed_out:
         return Status.failed, f"not finished after hydra.launcher.timeout_s={timeout_s:g}"
     killed = [rank for rank, code in ended.exit_codes.items() if code == -signal.SIGKILL]

@@ -15,6 +15,7 @@ import torch
 
 from shardlab.distributed import environment_of_no_rank
 from shardlab.errors import ConfigError
+from shardlab.run_folder import Status
 from shardlab.sweep.records import LOG_FILE
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
@@ -36,6 +37,7 @@ class Ended:
         seconds: from start to end.
         exit_codes: by rank, of those that failed; negative for signals.
         timed_out: whether `timeout_s` ended it.
+        said: status and reason, where only the launcher can know them, as those of Slurm.
     """
 
     code: int
@@ -43,6 +45,7 @@ class Ended:
     seconds: float
     exit_codes: Mapping[int, int]
     timed_out: bool
+    said: tuple[Status, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,8 @@ class Torchrun:
             host, port = self.rdzv_endpoint.rsplit(":", 1)
             number = task.number if task else 0  # a port for each job, and the same on all nodes
             arguments += ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
-            arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{int(port) + number}"]
+            # c10d would choose the first node by itself, and rank 0 would not be where the records are.
+            arguments += ["--rdzv-backend", "static", "--rdzv-endpoint", f"{host}:{int(port) + number}"]
         elif task:
             arguments += ["--standalone"]  # a rendezvous of its own, on a port that is free
         if self.max_restarts:
