@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -133,6 +134,7 @@ class Command:
             "SHARDLAB_TEST": str(folder),
             "OMP_NUM_THREADS": "1",
             "HOME": str(folder),
+            "MPLCONFIGDIR": tempfile.gettempdir(),  # torchmetrics imports matplotlib, whose cache is made at HOME else
             "WANDB_MODE": "offline",
         }
         self.began = time.monotonic()
@@ -165,7 +167,7 @@ class Command:
         try:
             code = self.process.wait(seconds)
             seconds = self.elapsed()
-            patience = time.monotonic() + 3.0  # W&B's process sees only after a while that it is alone
+            patience = time.monotonic() + 20.0  # W&B's process sees only after a while that it is alone
             while (left := self.processes()) and time.monotonic() < patience:
                 time.sleep(0.05)
         finally:

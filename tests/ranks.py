@@ -1,5 +1,7 @@
 """Runs a function on several ranks, in processes that stay alive between tests: a start costs seconds, a test less."""
 
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -8,10 +10,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
 SECONDS = 120.0  # for one call; a collective that never ends must not hold up the suite
+IMPORTED = ("torch.distributed.fsdp", "torch._dynamo", "torchmetrics", "shardlab.trainer")
+
+
+def forking() -> BaseContext:
+    """Makes processes by forking one that has no threads, and has imported what takes seconds and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
+def one_process() -> ProcessPoolExecutor:
+    """A process in which nothing has run yet, to call functions in."""
+    return ProcessPoolExecutor(1, mp_context=forking())
 
 
 class RankPool:
@@ -58,8 +75,11 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        # The last rank is started anew, and hashes text with a seed of its own, as all of torchrun's ranks do: so what
+        # depends on the order of a set shows.
+        anew = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
+            context = anew if 0 < rank == self.world_size - 1 else forking()
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, rank, self.world_size, port, list(sys.path)), daemon=True
@@ -85,6 +105,9 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, path: 
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # what imports made is no garbage: the ledger's collections need not look through it
     while True:
         try:
             function, args = pickle.loads(connection.recv_bytes())

@@ -15,7 +15,7 @@ from shardlab.build import Built, build, make_model
 from shardlab.config import Config, parse
 from shardlab.data import Batch, batches
 from shardlab.device import Cpu
-from shardlab.distributed import Ranks
+from shardlab.distributed import Ranks, from_first_rank
 from shardlab.interrupt import Interrupt
 from shardlab.sharding import make_mesh
 from shardlab.telemetry import Ledger
@@ -27,10 +27,24 @@ CPU = torch.device("cpu")
 
 
 def config_of(*overrides: str, world_size: int | None = None, nodes: int = 1) -> Config:
-    """The config that these command-line overrides give."""
+    """The config that these command-line overrides give. Without a world size to be called by all ranks."""
+    if world_size is None and dist.get_world_size() > 1:
+        # Hydra takes longer to compose it than most tests do for a step: one rank does it for all.
+        config = from_first_rank(_config_or_error(overrides, nodes) if dist.get_rank() == 0 else None)
+        if isinstance(config, Exception):
+            raise config
+        assert config is not None
+        return config
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=list(overrides))
     return parse(cfg, world_size=world_size or dist.get_world_size(), nodes=nodes)
+
+
+def _config_or_error(overrides: Sequence[str], nodes: int) -> Config | Exception:
+    try:
+        return config_of(*overrides, world_size=dist.get_world_size(), nodes=nodes)
+    except Exception as error:
+        return error
 
 
 def built_from(config: Config) -> Built:

@@ -142,7 +142,7 @@ class PlanConfig:
     before_train: bool = True
     fit: Fit | None = None
     changes: int | None = None
-    timeline: bool = True
+    timeline: bool | None = None
     repeat: bool = True
 
 

@@ -127,7 +127,7 @@ class _Job:
             prediction=self.prediction,
         )
         self.trainer.fit()
-        if config.plan.timeline and place.is_first:
+        if config.plan.timeline is not False and place.is_first:
             ledger.close()  # of a run that is shorter than the window
             write_timeline(self.folder.timeline_file, ledger, title=f"Measured: {' '.join(self._tags())}")
         memory = largest_over_ranks(self.trainer.memory.summary())

@@ -2,12 +2,11 @@
 
 import math
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from shardlab.config import DeviceChoice
 from shardlab.step import Step
+from tests.ranks import one_process
 from tests.training import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))  # as `python bench/plan_vs_gpu.py` has it
@@ -43,7 +42,7 @@ def measured_with(init_scale: str) -> tuple[dict[str, int], list[bool]]:
 
 
 def test_updates_that_fp16_skips_take_the_memory_of_others():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with one_process() as pool:
         made, skipped = pool.map(measured_with, ["1.0", "1e38"])
     assert (made[1], skipped[1]) == ([True] * 3, [False] * 3)
     assert made[0] == skipped[0]

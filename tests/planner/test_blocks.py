@@ -1,8 +1,6 @@
 """Repeating the record of a few equal blocks, and of a step: the same, event by event, as simulating all of them."""
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from shardlab.planner import simulation
 from shardlab.planner.blocks import KEPT, shorten
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.plan import plan_with_record
+from tests.ranks import one_process
 from tests.training import config_of
 
 RUN = (
@@ -58,7 +57,7 @@ def repeated_and_simulated(overrides: tuple[str, ...], on_cpu: bool) -> tuple[bo
 
 @pytest.fixture(scope="module")
 def planner():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with one_process() as pool:
         yield lambda *args: pool.submit(*args).result()
 
 

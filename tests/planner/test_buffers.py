@@ -6,13 +6,12 @@ unit for each bounds the piece by one matrix.
 """
 
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
 from shardlab.planner.simulation import simulate
 from shardlab.telemetry.ledger import Category
+from tests.ranks import one_process
 from tests.training import config_of
 
 RUN = (
@@ -32,7 +31,7 @@ def communication_buffers(units: str, world_size: int) -> Counter[int]:
 @pytest.fixture(scope="module")
 def simulated():
     """Simulates in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with one_process() as pool:
         yield lambda *args: pool.submit(communication_buffers, *args).result()
 
 

@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardlab.errors import ConfigError
+from tests.ranks import one_process
 from tests.training import ROOT
 
 TINY = ("model=llama_tiny", "model.layers=1", "data=random_tokens", "data.seq_len=64", "train.micro_batch=4")
@@ -49,7 +48,7 @@ def planned(folder: Path, *overrides: str) -> dict:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """Plans in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with one_process() as pool:
         folders = iter(tmp_path_factory.mktemp("plans") / str(n) for n in range(1000))
         yield lambda *overrides: pool.submit(planned, next(folders), *overrides).result()
 

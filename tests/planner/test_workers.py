@@ -1,14 +1,13 @@
 """Forked workers: what they do, when they stop, and that none is left."""
 
-import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from shardlab.planner.workers import Workers
+from tests.ranks import one_process
 
 
 def do(task: str) -> tuple[str, int]:
@@ -34,7 +33,7 @@ def done_by(
 @pytest.fixture(scope="module")
 def alone():
     """Calls `done_by` in a process without threads, as the planner is."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with one_process() as pool:
         yield lambda *args: pool.submit(done_by, *args).result()
 
 
@@ -50,7 +49,7 @@ def test_tasks_are_done_in_other_processes(alone):
 
 def test_a_task_that_takes_too_long_is_left_and_its_worker_ended(alone):
     began = time.monotonic()
-    done, _, ended = alone(2, ["sleep"], ["a", "b"], 0.5, 1.0)
+    done, _, ended = alone(2, ["sleep"], ["a", "b"], 1.0, 1.5)
     assert set(done) == {"a", "b"}
     assert ended
     assert time.monotonic() - began < 10
@@ -74,8 +73,7 @@ def test_without_workers_all_is_done_in_this_process(alone, count):
 
 
 def test_a_process_with_threads_is_not_forked():
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-    with pool:  # has a thread in this process while it works
+    with one_process() as pool:  # has a thread in this process while it works
         pool.submit(os.getpid).result()
         done, parent, _ = done_by(2, ["a"], ["b"])
     assert {process for _, process in done.values()} == {parent}

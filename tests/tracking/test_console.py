@@ -43,7 +43,8 @@ def run_on_terminal(
     """Runs a program on a terminal of its own; returns all that was written there, and the exit code."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {**os.environ, "TERM": "xterm-256color", **(env or {})}
+    others = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    env = {**others, "TERM": "xterm-256color", **(env or {})}
     process = subprocess.Popen([sys.executable, "-c", program], cwd=cwd, env=env, stdout=theirs, stderr=theirs)
     os.close(theirs)
     written = bytearray()

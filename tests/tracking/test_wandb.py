@@ -136,7 +136,7 @@ def test_a_server_that_cannot_be_reached_is_said_once_and_the_run_is_offline(
     began = time.monotonic()
     tracker = track(mode, init_timeout_s=2)
     tracker.start(HEADER)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15  # else it is 20 s
     log_rows(tracker, range(1, 4))
     tracker.finish({"status": "completed"}, table=[])
     out, err = capfd.readouterr()
@@ -177,7 +177,7 @@ def test_a_network_that_goes_away_ends_neither_run_nor_patience(
     log_rows(tracker, range(3, 4))
     began = time.monotonic()
     tracker.finish({"status": "completed"}, table=[])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 12  # else it is 15 s
     out, err = capfd.readouterr()
     assert out.count("note: W&B has not got all rows after 1 s") == 1
     assert "wandb sync " in out

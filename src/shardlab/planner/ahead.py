@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -54,7 +55,7 @@ class Ahead:
         self._problem: str | None = None
         self._errors = None
         try:
-            cluster = _cluster_at_hand(place, on_cpu=on_cpu)
+            cluster = cluster_of_run(ClusterConfig(), place.world_size, nodes=place.nodes, on_cpu=on_cpu)
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = _start(self._errors)
             assert self._process.stdin is not None
@@ -86,9 +87,7 @@ class Ahead:
         try:
             if problem := self._problem or self._failure():
                 raise NoPlan(problem)
-            plan = json.loads(self._file.read_text())
-            peak = plan["peak"]
-            return Prediction(peak["allocated_bytes"], peak["reserved_bytes"], plan["capacity_bytes"], plan["fits"])
+            return Prediction.of_plan(json.loads(self._file.read_text()))
         except (OSError, ValueError, LookupError) as error:
             raise NoPlan(describe(error)) from error
         finally:
@@ -123,10 +122,23 @@ class Ahead:
             self._errors.close()
 
 
-def _cluster_at_hand(place: Ranks, *, on_cpu: bool) -> ClusterConfig:
-    """What this run has: its ranks, on devices as those of this machine."""
-    here = {"WORLD_SIZE": str(place.world_size), "LOCAL_WORLD_SIZE": str(place.local_world_size)}
-    return resolve(ClusterConfig(), environ=os.environ | here, allow_cuda=not on_cpu)
+def cluster_of_run(given: ClusterConfig, world_size: int, *, nodes: int, on_cpu: bool) -> ClusterConfig:
+    """What a run has: its ranks, on devices as those of this machine, unless the cluster says otherwise.
+
+    Args:
+        given: as composed.
+        world_size: ranks of the run.
+        nodes: that they are on.
+        on_cpu: whether the run is set to the CPU.
+
+    Raises:
+        ConfigError: for a cluster that cannot be.
+    """
+    per_node = world_size // nodes
+    if given.gpus_per_node is None:
+        given = replace(given, gpus_per_node=per_node)
+    here = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(per_node)}
+    return resolve(given, environ=os.environ | here, allow_cuda=not on_cpu)
 
 
 def _start(errors: IO[bytes]) -> "subprocess.Popen[bytes]":

@@ -1,9 +1,11 @@
 """What a plan is for: which devices, how many of them, and how much memory each has. Schema of `conf/cluster`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -101,7 +103,7 @@ def resolve(
 def _cuda_at_hand(cluster: ClusterConfig, environ: Mapping[str, str]) -> ClusterConfig:
     ranks = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE") or torch.cuda.device_count())
     # Reading properties makes no CUDA context, which would take memory from the run (unsloth-zoo#1053).
-    devices = [torch.cuda.get_device_properties(i) for i in range(min(ranks, torch.cuda.device_count()))]
+    devices = [_device(torch.cuda.get_device_properties, i) for i in range(min(ranks, torch.cuda.device_count()))]
     least = min(devices, key=lambda device: device.total_memory)
     # The order in which AllocatorSettings.from_env, and so PyTorch, looks.
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -114,6 +116,12 @@ def _cuda_at_hand(cluster: ClusterConfig, environ: Mapping[str, str]) -> Cluster
         capability=cluster.capability or [least.major, least.minor],
         alloc_conf=cluster.alloc_conf or next((environ[name] for name in names if name in environ), ""),
     )
+
+
+@cache
+def _device(read: Callable[[int], Any], index: int) -> Any:
+    """What a device reports, read once: a process that is forked after that cannot ask CUDA, and need not."""
+    return read(index)
 
 
 def _cpu_at_hand(cluster: ClusterConfig) -> ClusterConfig:

@@ -25,6 +25,7 @@ from shardlab.planner.states import states_of
 from shardlab.planner.workers import Workers
 from shardlab.run_folder import RunFolder, Status
 from shardlab.telemetry import Ledger
+from shardlab.telemetry.prediction import Prediction
 from shardlab.telemetry.timeline import write_timeline
 from shardlab.tracking import format_gib
 
@@ -36,13 +37,15 @@ CHANGES_SECONDS = (1.5, 0.5, 10.0)
 CHANGES, WORTH_A_CHANGE = 3, 0.1
 
 
-def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> dict[str, Any]:
+def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_sweep: bool = False) -> dict[str, Any]:
     """Plans rank 0 of a run.
 
     Args:
         cfg: what Hydra composed over the schema; its `cluster` says for how many ranks, and of what kind.
         folder: of this job.
         choices: the name of the choice for each config group.
+        in_sweep: whether it is one of many plans, which other processes make meanwhile: changes and a timeline are
+            then left out, unless they are asked for.
 
     Returns:
         The summary, as in `summary.json`.
@@ -56,10 +59,11 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
     folder.write_config(config)
     print(f"  planning for {cluster.world_size} x {cluster.name or cluster.device.name} ...", flush=True)
     began = time.monotonic()
-    wanted, fit = CHANGES if config.plan.changes is None else config.plan.changes, None
-    with Workers(_attempt, min(_cores() - 1, MAX_WORKERS) if wanted else 0) as workers:
+    by_itself = 0 if in_sweep else CHANGES
+    wanted, fit = by_itself if config.plan.changes is None else config.plan.changes, None
+    with Workers(_attempt, min(cores() - 1, MAX_WORKERS) if wanted and not in_sweep else 0) as workers:
         # What follows takes seconds: the workers begin before it.
-        tasks = _tasks(cfg, config, cluster, choices)
+        tasks = _tasks(cfg, config, cluster, choices) if wanted else []
         waiting = workers.start(tasks) if cfg.plan.fit is None else []
         model = make_model(config.model)
         check_data(model, tokens_per_sample=config.data.get("seq_len"), vocab_size=config.data.get("vocab_size"))
@@ -69,7 +73,8 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
             fit = _search(cfg, cluster, model)
             cfg, made, ledger = _with(cfg, fit.key, fit.planned), fit.plan, fit.ledger
             config = _parse(cfg, cluster)
-            tasks = waiting = _tasks(cfg, config, cluster, choices, given=(f"{fit.key}={fit.planned}",))
+            given = (f"{fit.key}={fit.planned}",)
+            tasks = waiting = _tasks(cfg, config, cluster, choices, given) if wanted else []
         states = states_of(config, model, world_size=cluster.world_size)
         record = {
             **made.to_dict(),
@@ -79,10 +84,11 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
         }
         summary = _summary(made)
         file = _write(record, folder)
-        folder.write_config(config)
+        if fit:
+            folder.write_config(config)
         folder.write_summary(summary)
         verdict = fit.verdict if fit else None
-        if config.plan.timeline:
+        if config.plan.timeline or (config.plan.timeline is None and not in_sweep):
             title = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
             write_timeline(folder.timeline_file, ledger, title=f"Planned: {title} on {ranks_of(made, cluster)}")
         show_plan(made, config, cluster, states=states, fit=verdict, choices=choices, file=str(file))
@@ -95,13 +101,11 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str]) -> d
 
 
 def _summary(made: Plan) -> dict[str, Any]:
-    peak = made.peak
-    sizes = {"allocated_peak_bytes": peak.allocated_bytes, "reserved_peak_bytes": peak.reserved_bytes}
     return {
         "status": Status.completed.value,
         "error": None,
         "world_size": made.world_size,
-        "plan": {**sizes, "fits": made.fits},
+        "plan": Prediction.of_plan(made.to_dict()).to_summary(),
     }
 
 
@@ -227,8 +231,6 @@ def _tasks(
     choices: Mapping[str, str],
     given: tuple[str, ...] = (),
 ) -> list[_Task]:
-    if config.plan.changes == 0:
-        return []
     return [_Task(candidate, given) for candidate in candidates(config, cluster, composed=cfg, groups=choices)]
 
 
@@ -260,5 +262,6 @@ def _is_worth_a_change(made: Plan) -> bool:
     return made.capacity_bytes is None or made.peak.needed_bytes > WORTH_A_CHANGE * made.capacity_bytes
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,6 +15,31 @@ class Prediction:
     reserved_bytes: int | None  # None on a CPU
     capacity_bytes: int | None  # None where it is not known
     fits: bool | None
+    device: str | None = None  # whose capacity that is
+
+    @classmethod
+    def of_plan(cls, plan: Mapping[str, Any], device: str | None = None) -> "Prediction":
+        """What `plan.json` says.
+
+        Args:
+            plan: as `Plan.to_dict` has it.
+            device: a name.
+        """
+        peak = plan["peak"]
+        return cls(peak["allocated_bytes"], peak["reserved_bytes"], plan["capacity_bytes"], plan["fits"], device)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there: all that is reserved, where something is."""
+        return self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+    def to_summary(self) -> dict[str, Any]:
+        """What `summary.json` says of it, as `plan`."""
+        return {
+            "allocated_peak_bytes": self.allocated_bytes,
+            "reserved_peak_bytes": self.reserved_bytes,
+            "fits": self.fits,
+        }
 
     def metrics(self) -> dict[str, float]:
         """`plan/allocated_peak_gib`, and where memory is reserved `plan/reserved_peak_gib`."""
