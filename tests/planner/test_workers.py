@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardlab.planner.workers import Workers
+from shardlab.planner.workers import Lost, Workers
 from tests.ranks import one_process
 
 
@@ -24,10 +24,11 @@ def done_by(
 ) -> tuple[dict[str, tuple[str, int]], int, bool]:
     """Results by task, this process, and whether all workers have ended."""
     with Workers(do, count) as workers:
+        processes = list(workers._processes.values())
         left = workers.start(first)
         now = time.monotonic()
         done = dict(workers.run([*left, *then], start_until=now + start_seconds, wait_until=now + wait_seconds))
-    return done, os.getpid(), not any(process.is_alive() for process in workers._processes)
+    return done, os.getpid(), all(process.exitcode is not None for process in processes)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,55 @@ def test_a_process_with_threads_is_not_forked():
         pool.submit(os.getpid).result()
         done, parent, _ = done_by(2, ["a"], ["b"])
     assert {process for _, process in done.values()} == {parent}
+
+
+# ---- all of them
+
+
+def test_all_tasks_are_done_in_other_processes_alone(pool):
+    begun, done = pool.submit(all_done_by, 2, list("abcde")).result()
+    parent = pool.submit(os.getpid).result()
+    assert begun == list("abcde")
+    assert {task: result[0] for task, result, _ in done} == {task: task.upper() for task in "abcde"}
+    assert parent not in {result[1] for _, result, _ in done}
+    assert all(seconds > 0 for _, _, seconds in done)
+
+
+def test_a_worker_that_is_killed_is_told_and_replaced(pool):
+    _, done = pool.submit(all_done_by, 1, ["a", "die", "b", "c"]).result()
+    results = {task: result for task, result, _ in done}
+    assert list(results) == ["a", "die", "b", "c"]
+    assert results["die"] == Lost(-signal.SIGKILL)
+    assert results["b"][1] == results["c"][1] != results["a"][1]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_nothing_is_begun_or_waited_for_after_a_stop(pool, count):
+    began = time.monotonic()
+    begun, done = pool.submit(all_done_by, count, ["a", "stop", *(["sleep"] if count else []), "b"]).result()
+    assert begun[:2] == ["a", "stop"] and "b" not in begun
+    assert {task for task, _, _ in done} <= {"a", "stop"}
+    assert time.monotonic() - began < 10
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    context = multiprocessing.get_context("spawn")
+    told, telling = context.Pipe(duplex=False)
+    parent = context.Process(target=sleep_in_workers, args=(telling,))
+    parent.start()
+    workers = told.recv()
+    assert len(workers) == 2
+    parent.kill()
+    parent.join()
+    patience = time.monotonic() + 10
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < patience, "workers are left over"
+        time.sleep(0.02)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists, and has not ended without anyone to tell."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,16 +1,12 @@
 """Plans of a sweep: in warm processes, and equal to those that are made one by one."""
 
 import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from shardlab.planner.workers import Lost, Workers
 from shardlab.sweep.plans import does_not_fit, predict
 from shardlab.sweep.records import Job, read_sweep
 from shardlab.sweep.stop import Stop
@@ -78,19 +74,6 @@ def test_what_is_predicted_not_to_fit_says_by_how_much() -> None:
     assert [prediction.fits for prediction in predictions] == [None, False, True]
     assert len({prediction.needed_bytes for prediction in predictions}) == 1
     assert does_not_fit(predictions[1]).endswith("is more than the 1.0 MiB of CPU")
-
-
-def answer(task: str) -> Any:
-    if task == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return task.upper()
-
-
-def test_a_worker_that_is_killed_loses_its_own_task_alone() -> None:
-    with Workers(answer, 2) as workers:
-        results = {task: result for task, result, _ in workers.run_all(
-            ["a", "die", "b", "c"], begun=lambda task: None, stopped=lambda: False)}  # fmt: skip
-    assert results == {"a": "A", "b": "B", "c": "C", "die": Lost(-signal.SIGKILL)}
 
 
 def test_what_does_not_fit_is_skipped_and_the_smallest_runs_first(tmp_path: Path) -> None:
