@@ -1,6 +1,6 @@
 """Times whole `mode=plan` commands, from the shell's point of view: imports, plan, changes, timeline.
 
-    python bench/plan_speed.py             # three runs of each, about 3 minutes on 2 cores
+    python bench/plan_speed.py             # three runs of each, about 6 minutes on 2 cores
     python bench/plan_speed.py --runs 1
 
 Prints seconds (median and range) and the most host memory of each, with its target, and writes
@@ -21,23 +21,29 @@ from record import record
 ROOT = Path(__file__).parent.parent
 TARGET_GIB = 4
 LLAMA3 = "data=random_tokens data.seq_len=8192 data.vocab_size=128256 train.micro_batch=1 precision=bf16"
+# 5 x 5 x 2 x 2 = 100 plans; those that accumulate simulate four micro-batches a step.
+SWEEP = (
+    "-m cluster=h100_80gb sharding=full_shard,shard_grad_op,no_shard,hybrid_shard,shard_optimizer "
+    "precision=fp32,bf16,bf16_autocast,bf16_pure,fp16 accumulation=none,reduce_last activation=none,full"
+)
 # Command and target in seconds.
 CASES = {
     "llama_tiny on 8 GPUs": ("cluster=h100_80gb", 6),
     "Llama-3 8B on 8 GPUs": ("experiment=published/torchtitan_llama3_8b_8xh100", 12),
     "Llama-3 70B on 256 GPUs": (f"model=llama3_70b cluster=h100_80gb cluster.nodes=32 activation=full {LLAMA3}", 25),
     "Llama-3 405B on 1024 GPUs": (f"model=llama3_405b cluster=h200 cluster.nodes=128 activation=full {LLAMA3}", 60),
+    "100 plans of llama_tiny": (SWEEP, 60),
 }  # fmt: skip
 
 
 def run(overrides: str) -> tuple[float, float]:
-    """Plans once. Returns seconds, and GiB of the largest process."""
+    """Runs a command once. Returns seconds, and GiB of the largest process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", "mode=plan", *overrides.split(), f"hydra.run.dir={folder}/run"]
+        folders = [f"hydra.run.dir={folder}/run", f"hydra.sweep.dir={folder}/sweep"]
+        command = [sys.executable, "train.py", "mode=plan", *overrides.split(), *folders]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from shardlab.planner.workers import Lost, Workers
-from tests.ranks import one_process
+from tests.ranks import forking, one_process
 
 
 def do(task: str) -> tuple[str, int]:
@@ -31,11 +33,33 @@ def done_by(
     return done, os.getpid(), all(process.exitcode is not None for process in processes)
 
 
+def all_done_by(count: int, tasks: list[str]) -> tuple[list[str], list[tuple[str, tuple[str, int] | Lost, float]]]:
+    """The tasks as they were begun, and as they were done; where `stop` begins, all ends."""
+    begun: list[str] = []
+    with Workers(do, count) as workers:
+        done = list(workers.run_all(tasks, begun=begun.append, stopped=lambda: "stop" in begun))
+    return begun, done
+
+
+def sleep_in_workers(told: Connection) -> None:
+    """Tells which processes it has started, and waits for them."""
+    with Workers(do, 2) as workers:
+        workers.start(["sleep", "sleep"])
+        told.send([process.pid for process in workers._processes.values()])
+        time.sleep(30)
+
+
 @pytest.fixture(scope="module")
-def alone():
-    """Calls `done_by` in a process without threads, as the planner is."""
+def pool():
+    """A process without threads, as the planner is."""
     with one_process() as pool:
-        yield lambda *args: pool.submit(done_by, *args).result()
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def alone(pool):
+    """Calls `done_by` in that process."""
+    return lambda *args: pool.submit(done_by, *args).result()
 
 
 def test_tasks_are_done_in_other_processes(alone):
@@ -110,7 +134,7 @@ def test_nothing_is_begun_or_waited_for_after_a_stop(pool, count):
 
 
 def test_workers_end_with_a_parent_that_is_killed():
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     told, telling = context.Pipe(duplex=False)
     parent = context.Process(target=sleep_in_workers, args=(telling,))
     parent.start()
