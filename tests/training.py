@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlab.build import Built, build, make_model
 from shardlab.config import Config, parse
 from shardlab.data import Batch, batches
-from shardlab.device import Cpu
+from shardlab.device import Cpu, Device
 from shardlab.distributed import Ranks, from_first_rank
 from shardlab.interrupt import Interrupt
 from shardlab.sharding import make_mesh
 from shardlab.telemetry import Ledger
+from shardlab.telemetry.prediction import Prediction
 from shardlab.tracking import Tracker
 from shardlab.trainer import Datasets, Trainer
 
@@ -123,23 +124,30 @@ def recorded_run(*overrides: str) -> Ledger:
     return ledger
 
 
-def measured_memory(*overrides: str) -> dict[str, Any]:
-    """What the trainer itself measures on this rank in the memory window: the `memory` of its summary."""
+def trainer_of(
+    *overrides: str, device: Device | None = None, tracker: Tracker | None = None, prediction: Prediction | None = None
+) -> Trainer:
+    """The trainer itself, on the ranks that run this; without a tracker it tells nobody."""
     config = config_of(*overrides)
-    mesh = make_mesh(config.sharding, device_type="cpu", world_size=dist.get_world_size())
     ledger = Ledger(CPU)
     with ledger:
-        built = build(config, device=CPU, mesh=mesh)
-    trainer = Trainer(
+        built = built_from(config)
+    return Trainer(
         config,
         built=built,
         ledger=ledger,
         datasets=Datasets(config),
-        device=Cpu(CPU),
+        device=device or Cpu(CPU),
         place=Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size()),
-        tracker=Tracker(Path()),
+        tracker=tracker or Tracker(Path()),
         interrupt=Interrupt(),
+        prediction=prediction,
     )
+
+
+def measured_memory(*overrides: str) -> dict[str, Any]:
+    """What the trainer itself measures on this rank in the memory window: the `memory` of its summary."""
+    trainer = trainer_of(*overrides)
     trainer.fit()
     return trainer.figures()["memory"]
 

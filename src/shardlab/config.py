@@ -182,6 +182,15 @@ ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver("first_of", lambda *values: next((value for value in values if value), None))
 
 
+def typed(cfg: DictConfig) -> DictConfig:
+    """The config over the schema, which a run's own `config.yaml` is composed without."""
+    if isinstance(cfg.mode, Mode):
+        return cfg
+    merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def parse(cfg: DictConfig, *, world_size: int, nodes: int) -> Config:
     """Turns a composed config into dataclasses, fills in what follows from the world size, and checks it.
 

@@ -97,6 +97,31 @@ def end_with_parent(signum: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signum)
 
 
+def when_input_closes(action: Callable[[], None]) -> None:
+    """Calls a function, in another thread, where nobody holds the other end of the standard input any more.
+
+    For a process that whoever started it is to outlive: a parent that is killed leaves no word, but its pipe closes.
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def exists(process: int) -> bool:
+    """Whether there is a process of this number on this machine."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
 def leave(code: int) -> NoReturn:
     """Exits without the interpreter's tear-down, in which a process group whose peers are gone can abort or hang."""
     for child in multiprocessing.active_children():  # the workers of a DataLoader

@@ -17,7 +17,7 @@ from shardlab.device import Cuda, Device, choose_device
 from shardlab.display import closing_rows, header, planned_row
 from shardlab.distributed import Ranks, from_first_rank, over_ranks, process_group
 from shardlab.errors import ConfigError, Interrupted, RunEnded, TrainingError, describe
-from shardlab.interrupt import Interrupt, watch_signals
+from shardlab.interrupt import Interrupt, exists, watch_signals
 from shardlab.planner.ahead import Ahead, NoPlan
 from shardlab.run_folder import RunFolder, Status
 from shardlab.sharding import degenerate_mesh, make_mesh
@@ -256,7 +256,7 @@ class _Job:
         return [
             rank
             for rank, process in enumerate(self._processes)
-            if rank // place.local_world_size == place.rank // place.local_world_size and not _exists(process)
+            if rank // place.local_world_size == place.rank // place.local_world_size and not exists(process)
         ]
 
     def _figures(self) -> dict[str, Any]:
@@ -307,14 +307,6 @@ def _lost_a_rank(error: BaseException) -> bool:
             "communicator was aborted",
         )
     )
-
-
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _say(error: str) -> None:

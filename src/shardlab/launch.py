@@ -19,7 +19,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from shardlab.config import Mode, parse
+from shardlab.config import Mode, parse, typed
 from shardlab.distributed import launched, ranks
 from shardlab.errors import ConfigError, RunEnded, describe
 from shardlab.interrupt import end_with_parent, leave
@@ -84,8 +84,7 @@ def _run(cfg: DictConfig) -> dict[str, Any] | None:
         folder = RunFolder(Path(hydra.runtime.output_dir))
         choices = {group: str(choice) for group, choice in hydra.runtime.choices.items()}
         # What is imported below imports FSDP, which takes seconds: a mistake found before is told without it.
-        # A run's own config.yaml, composed without the schema, has the mode as text.
-        if getattr(cfg.mode, "value", cfg.mode) == Mode.plan.value:
+        if typed(cfg).mode is Mode.plan:
             from shardlab.planner.job import plan
 
             return plan(cfg, folder=folder, choices=choices) if place.is_first else None

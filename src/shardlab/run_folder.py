@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from omegaconf import OmegaConf
 
 from shardlab.config import Config
 from shardlab.errors import ConfigError
+from shardlab.files import write_json
 
 
 class Status(Enum):
@@ -84,10 +83,3 @@ class RunFolder:
         handler.setLevel(logging.WARNING)
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Replaces a file in one move, so that a reader never finds half of one."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")  # two threads may end a run at once
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(draft, file)

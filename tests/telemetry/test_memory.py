@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardlab.device import Cpu
-from shardlab.telemetry import Ledger, MemoryMeter, ledger, reduce_over_ranks
+from shardlab.telemetry import Ledger, MemoryMeter, collectives, reduce_over_ranks
 from shardlab.telemetry.ledger import Phase
 from shardlab.telemetry.memory import storage_nbytes
 from tests.training import CPU, batches_of, built_from, config_of, recorded_run
@@ -166,7 +166,7 @@ def test_recomputed_forwards_belong_to_backward_and_norm_and_clipping_to_the_upd
 
 
 def test_what_a_collectives_backend_lets_go_of_late_dies_before_the_next_birth(monkeypatch):
-    monkeypatch.setattr(ledger, "PATIENCE_S", 30)
+    monkeypatch.setattr(collectives, "PATIENCE_S", 30)
     held = []
 
     def keep_for_a_moment(tensor, async_op):

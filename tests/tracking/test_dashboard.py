@@ -6,19 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from shardlab.device import Cpu
-from shardlab.distributed import Ranks
-from shardlab.interrupt import Interrupt
-from shardlab.sharding import make_mesh
-from shardlab.telemetry import Ledger
 from shardlab.telemetry.prediction import Prediction
 from shardlab.tracking import Tracker
 from shardlab.tracking.dashboard import SECTIONS, main, make_workspace, specification
 from shardlab.tracking.wandb_run import KEPT, KEPT_OF
-from shardlab.trainer import Datasets, Trainer
-from tests.training import CPU, build, config_of
+from tests.training import CPU, trainer_of
 
 with warnings.catch_warnings(action="ignore"):  # it imports what pydantic is about to drop
     import wandb_workspaces.reports.v2
@@ -50,23 +44,12 @@ class Names(Tracker):
 
 def logged_names() -> set[str]:
     """What the trainer logs in a run that has everything: tokens, fp16 with a scaler, evaluation, a plan."""
-    config = config_of(
+    tracker = Names(None)  # type: ignore[arg-type]
+    trainer = trainer_of(
         *("model=llama_tiny", "model.layers=1", "data=random_tokens", "data.seq_len=16", "train.micro_batch=1"),
         *("train.steps=4", "train.log_every=1", "train.eval_every=4", "precision=fp16"),
-    )
-    ledger, device, tracker = Ledger(CPU), Gpu(CPU), Names(None)  # type: ignore[arg-type]
-    mesh = make_mesh(config.sharding, device_type="cpu", world_size=dist.get_world_size())
-    with ledger:
-        built = build(config, device=CPU, mesh=mesh)
-    trainer = Trainer(
-        config,
-        built=built,
-        ledger=ledger,
-        datasets=Datasets(config),
-        device=device,
-        place=Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size()),
+        device=Gpu(CPU),
         tracker=tracker,
-        interrupt=Interrupt(),
         prediction=Prediction(allocated_bytes=1, reserved_bytes=1, capacity_bytes=None, fits=None),
     )
     trainer.fit()

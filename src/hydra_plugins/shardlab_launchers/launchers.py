@@ -3,15 +3,15 @@
 Hydra imports this file at every start, so whatever takes time is imported where a sweep begins.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+
+from hydra_plugins.shardlab_launchers.base import SweepLauncher
+
+if TYPE_CHECKING:
+    from shardlab.sweep.torchrun import Torchrun
 
 
 @dataclass
@@ -29,27 +29,13 @@ class TorchrunConfig:
     env: dict[str, str] = field(default_factory=dict)  # added to the environment of each job
 
 
-class TorchrunLauncher(Launcher):
+class TorchrunLauncher(SweepLauncher):
     """Runs jobs on this machine, one after another or side by side on disjoint GPUs."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from shardlab.sweep.launcher import launch
+    def runner(self) -> "Torchrun":
         from shardlab.sweep.torchrun import Torchrun
 
-        return launch(
-            Torchrun(**self.settings),
-            hydra_context=self.hydra_context,
-            task_function=self.task_function,
-            config=self.config,
-            job_overrides=job_overrides,
-            first_number=initial_job_idx,
-        )
+        return Torchrun(**self.settings)
 
 
 ConfigStore.instance().store(group="hydra/launcher", name="torchrun", node=TorchrunConfig, provider="shardlab")

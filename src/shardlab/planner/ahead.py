@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,8 @@ from typing import IO
 from shardlab.config import Config
 from shardlab.distributed import Ranks, environment_of_no_rank
 from shardlab.errors import describe
+from shardlab.files import write_json
+from shardlab.interrupt import when_input_closes
 from shardlab.planner.cluster import ClusterConfig, resolve
 from shardlab.telemetry.prediction import Prediction
 
@@ -160,24 +161,16 @@ def _start(errors: IO[bytes]) -> "subprocess.Popen[bytes]":
 
 def _main() -> None:
     config, cluster, file = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_run, daemon=True).start()
+    # A run that is killed cannot end its plan.
+    when_input_closes(lambda: os.killpg(0, signal.SIGKILL))
     try:
         from shardlab.planner.plan import make_plan  # imports FSDP, which takes seconds
 
         plan = make_plan(config, cluster).to_dict()
-        draft = file.with_name(f".{file.name}")
-        draft.write_text(json.dumps(plan, indent=2) + "\n")
-        os.replace(draft, file)
+        write_json(file, plan)
     except Exception as error:
         traceback.print_exc()
         sys.exit(describe(error))
-
-
-def _end_with_run() -> None:
-    """Waits until nobody holds the other end of the standard input; a run that is killed cannot end its plan."""
-    while os.read(0, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`mode=plan`: plans the run that a config describes, shows the plan, and writes `plan.json`."""
 
-import json
 import os
 import time
 from bisect import bisect_right
@@ -13,8 +12,9 @@ import torch.nn as nn
 from omegaconf import DictConfig, OmegaConf
 
 from shardlab.build import make_model
-from shardlab.config import Config, Fit, check_offload, parse
+from shardlab.config import Config, Fit, check_offload, parse, typed
 from shardlab.errors import ConfigError
+from shardlab.files import write_json
 from shardlab.models.checks import check_data
 from shardlab.planner.changes import Candidate, Change, candidates, change_of, composed_with
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice, resolve
@@ -53,7 +53,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_s
     Raises:
         ConfigError: for a mistake in the config.
     """
-    cfg = _possible(_typed(cfg))
+    cfg = _possible(typed(cfg))
     config, cluster = _read(cfg)
     folder.check_unused()
     folder.write_config(config)
@@ -82,7 +82,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_s
             "fit": fit and {"key": fit.key, "value": fit.value, "tried": {str(v): n for v, n in fit.tried.items()}},
             "changes": [],
         }
-        summary = _summary(made)
+        summary = _summary(record)
         file = _write(record, folder)
         if fit:
             folder.write_config(config)
@@ -100,18 +100,18 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_s
     return summary
 
 
-def _summary(made: Plan) -> dict[str, Any]:
+def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "status": Status.completed.value,
         "error": None,
-        "world_size": made.world_size,
-        "plan": Prediction.of_plan(made.to_dict()).to_summary(),
+        "world_size": record["world_size"],
+        "plan": Prediction.of_plan(record).to_summary(),
     }
 
 
 def _write(record: Mapping[str, Any], folder: RunFolder) -> Path:
     file = folder.path / "plan.json"
-    file.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(file, record)
     return file
 
 
@@ -126,13 +126,6 @@ class _Fit:
     ledger: Ledger
     verdict: str
     tried: Mapping[int, int]  # bytes that values need
-
-
-def _typed(cfg: DictConfig) -> DictConfig:
-    """The config over the schema, which a run's own `config.yaml` is composed without."""
-    typed = OmegaConf.merge(OmegaConf.structured(Config), cfg)
-    assert isinstance(typed, DictConfig)
-    return typed
 
 
 def _read(cfg: DictConfig) -> tuple[Config, ClusterConfig]:
@@ -237,7 +230,7 @@ def _tasks(
 def _attempt(task: _Task) -> PlannedPeak | None:
     """The peak with a change; None where it cannot be composed or planned, so that there is nothing to propose."""
     try:
-        config, cluster = _read(_typed(composed_with(task.given, task.candidate.overrides)))
+        config, cluster = _read(typed(composed_with(task.given, task.candidate.overrides)))
         return make_plan(config, cluster).peak
     except Exception:
         return None

@@ -7,19 +7,20 @@ Where the standard input closes, the parent is gone, and the ranks are ended.
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from shardlab.run_folder import write_json
+from shardlab.files import write_json
+from shardlab.interrupt import when_input_closes
 
 
 def main() -> int:
     """Returns the exit code."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # torchrun passes the signal on to its ranks, and waits for them.
+    when_input_closes(lambda: os.kill(os.getpid(), signal.SIGTERM))
     # A store that outlives an attempt (--max-restarts) has the addresses of its ranks, to which gloo then connects.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     report, *arguments = sys.argv[1:]
@@ -31,12 +32,6 @@ def main() -> int:
     except SignalException as ended:
         return 128 + ended.sigval
     return 0
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes it on to its ranks, and waits for them
 
 
 if __name__ == "__main__":

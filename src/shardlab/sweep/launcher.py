@@ -4,8 +4,9 @@ import itertools
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from shardlab.run_folder import RunFolder, Status
 from shardlab.sweep.objectives import check_objectives, objectives
 from shardlab.sweep.outcome import result_line, settle
 from shardlab.sweep.records import Job, JobRecord, SweepRecord, read_sweep, write_job, write_sweep
+from shardlab.sweep.runner import Ended, Runner
 from shardlab.sweep.stop import Stop, stop_on_signals
 from shardlab.sweep.tasks import Task, arguments, compose, in_folder, program_of, renumbered
-from shardlab.sweep.torchrun import Ended, Torchrun
 from shardlab.sweep.wandb_summary import group_of
 
 # Ran to its end: not run again where a sweep is resumed. To run out of memory is a result too.
@@ -33,7 +34,7 @@ KEPT = (Status.completed.value, Status.oom.value)
 
 
 def launch(
-    runner: Torchrun,
+    runner: Runner,
     *,
     hydra_context: HydraContext,
     task_function: TaskFunction,
@@ -77,7 +78,6 @@ def launch(
             finish(batch.folder)
         command_line.end_with(128 + stop.signal)
         raise KeyboardInterrupt
-    _batches.setdefault(batch.folder, []).append(batch)
     return [
         JobReturn(
             overrides=list(overrides),
@@ -92,23 +92,35 @@ def launch(
     ]
 
 
-_begun: dict[Path, SweepRecord] = {}  # by this process: a sweeper such as Optuna launches one batch after another
+@dataclass
+class _Sweep:
+    """What this process has done of a sweep: a sweeper such as Optuna launches one batch after another."""
+
+    record: SweepRecord | None = None  # None where another node keeps it
+    jobs: int = 0
+    failed: bool = False  # whether one of them has
+    refused: list[str] = field(default_factory=list)  # what was wrong with combinations that cannot be run
+
+
+_sweeps: defaultdict[Path, _Sweep] = defaultdict(_Sweep)
 
 
 class _Batch:
     """A batch in progress."""
 
-    def __init__(self, runner: Torchrun, tasks: Sequence[Task], *, program: str, config: DictConfig, stop: Stop):
+    def __init__(self, runner: Runner, tasks: Sequence[Task], *, program: str, config: DictConfig, stop: Stop):
         self.runner = runner
         self.config = config
+        self.settings = tasks[0].cfg.sweep
         self.program = program
         self.stop = stop
         self.folder = Path(config.hydra.sweep.dir).absolute()
         self.summaries: dict[int, Mapping[str, Any]] = {}  # of jobs that have ended, by their numbers
-        self.refused: list[str] = []  # what was wrong with combinations that contradict themselves
+        self._sweep = _sweeps[self.folder]
+        self._sweep.jobs += len(tasks)
         self._records: dict[int, JobRecord] = {}
         self._named: int | None = None  # the job whose name was the last line on the screen
-        earlier = self._begin()
+        earlier = self._begin(tasks)
         same = set.intersection(*(set(task.overrides) for task in tasks)) if len(tasks) > 1 else set()
         self._swept = {t.overrides: [o for o in t.overrides if o not in same] or list(t.overrides) for t in tasks}
         self.tasks = self._numbered(tasks, earlier)
@@ -131,7 +143,7 @@ class _Batch:
             from shardlab.sweep import plans
 
             plans.plan_tasks(planned, stop=self.stop, started=self._started, ended=self._ended)
-        if self.config.sweep.skip_predicted_oom or self.config.sweep.order is Order.predicted:
+        if self.settings.skip_predicted_oom or self.settings.order is Order.predicted:
             trained = self._by_prediction(trained)
         self.runner.run(
             trained,
@@ -141,20 +153,17 @@ class _Batch:
             ended=self._processes_ended,
             stop=self.stop,
         )
-        if self.runner.writes:
-            record = _begun[self.folder]
-            _begun[self.folder] = replace(record, ended=time.time(), interrupted=self.stop.signal is not None)
-            write_sweep(self.folder, _begun[self.folder])
+        self._update(ended=time.time(), interrupted=self.stop.signal is not None)
 
     # ---- before
 
-    def _begin(self) -> list[Job]:
+    def _begin(self, tasks: Sequence[Task]) -> list[Job]:
         """Returns the jobs that the folder holds already."""
         if not self.runner.writes:
             return []
-        if self.folder not in _begun:
+        if self._sweep.record is None:
             holds_one = (self.folder / "sweep.json").exists()
-            resume = self.config.sweep.resume
+            resume = self.settings.resume
             if holds_one and resume is None:
                 raise ConfigError(
                     f"hydra.sweep.dir={self.folder} already holds a sweep: go on with it by "
@@ -162,12 +171,12 @@ class _Batch:
                 )
             if resume is not None and not holds_one:
                 raise ConfigError(f"sweep.resume={resume} holds no sweep: name the folder that a sweep wrote")
-            _begun[self.folder] = SweepRecord(
+            self._sweep.record = SweepRecord(
                 command=shlex.join(["python", *sys.argv]),
                 began=time.time(),
                 machine=_machine(self.runner),
                 torch=torch.__version__,
-                mode=getattr(self.config.mode, "value", self.config.mode),
+                mode=tasks[0].cfg.mode.value,
                 jobs=[],
             )
             if not holds_one:
@@ -213,9 +222,13 @@ class _Batch:
         now = {task.overrides for task in self.tasks}
         others = [job.folder for job in earlier if tuple(job.record.overrides) not in now]
         folders = dict.fromkeys([*others, *(task.folder for task in self.tasks)])
-        record = replace(_begun[self.folder], jobs=[str(folder.relative_to(self.folder)) for folder in folders])
-        _begun[self.folder] = record
-        write_sweep(self.folder, record)
+        self._update(jobs=[str(folder.relative_to(self.folder)) for folder in folders])
+
+    def _update(self, **changed: Any) -> None:
+        """Writes down what is new of the sweep, where this node keeps its records."""
+        if self._sweep.record is not None:
+            self._sweep.record = replace(self._sweep.record, **changed)
+            write_sweep(self.folder, self._sweep.record)
 
     def _contradiction(self, task: Task) -> str | None:
         """Why a combination cannot be run at all; a plan finds that by itself."""
@@ -231,16 +244,15 @@ class _Batch:
         """Plans all; leaves out what cannot fit, or begins with what takes least, as `sweep` says."""
         from shardlab.sweep import plans
 
-        sweep = self.config.sweep
         predicted = plans.predict(tasks, world_size=self.runner.world_size, nodes=self.runner.nnodes, stop=self.stop)
         left = []
         for task in tasks:
             prediction = predicted.get(task.number)
-            if sweep.skip_predicted_oom and prediction is not None and prediction.fits is False:
+            if self.settings.skip_predicted_oom and prediction is not None and prediction.fits is False:
                 self._skip(task, plans.does_not_fit(prediction), prediction)
             else:
                 left.append(task)
-        if sweep.order is Order.predicted:  # those without a prediction come last
+        if self.settings.order is Order.predicted:  # those without a prediction come last
             needed = {number: prediction.needed_bytes for number, prediction in predicted.items()}
             left.sort(key=lambda task: needed.get(task.number, sys.maxsize))
         return left
@@ -267,11 +279,11 @@ class _Batch:
         record = self._records[task.number] = replace(self._records[task.number], seconds=seconds)
         write_job(task.folder, record)
         if summary["status"] == Status.skipped.value and summary["error"]:
-            self.refused.append(summary["error"])
+            self._sweep.refused.append(summary["error"])
         self._tell(task, summary, seconds)
 
     def _refuse(self, task: Task, reason: str) -> None:
-        self.refused.append(reason)
+        self._sweep.refused.append(reason)
         self._skip(task, reason)
 
     def _skip(self, task: Task, reason: str, prediction: Any = None) -> None:
@@ -289,6 +301,7 @@ class _Batch:
     def _tell(self, task: Task, summary: Mapping[str, Any], seconds: float | None) -> None:
         """Shows what became of a job, below its name where that was shown at its start."""
         self.summaries[task.number] = summary
+        self._sweep.failed |= summary["status"] == Status.failed.value
         if task.number != self._named:
             self._name(task)
         self._named = None
@@ -297,9 +310,6 @@ class _Batch:
     def _name(self, task: Task) -> None:
         self._named = task.number
         print(f"  {task.number:>3}  {' '.join(self._swept[task.overrides])}", flush=True)
-
-
-_batches: dict[Path, list[_Batch]] = {}  # that have ended, by their sweeps
 
 
 def _set_aside(folder: Path, sweep: Path) -> None:
@@ -312,7 +322,7 @@ def _set_aside(folder: Path, sweep: Path) -> None:
             return
 
 
-def _machine(runner: Torchrun) -> str:
+def _machine(runner: Runner) -> str:
     """What the jobs run on. Reading a device's name makes no CUDA context."""
     name = torch.cuda.get_device_name(0) if torch.cuda.device_count() else "CPU"
     return f"{runner.world_size} x {name}"
@@ -320,10 +330,8 @@ def _machine(runner: Torchrun) -> str:
 
 def tell_command_line(folder: Path) -> None:
     """Lets the exit code say what came of the sweep: 1 where a job failed, 2 where no combination can be run at all."""
-    batches = _batches.get(folder.absolute(), [])
-    summaries = [summary for batch in batches for summary in batch.summaries.values()]
-    refused = [reason for batch in batches for reason in batch.refused]
-    if any(summary["status"] == Status.failed.value for summary in summaries):
+    sweep = _sweeps[folder.absolute()]
+    if sweep.failed:
         command_line.end_with(1)
-    elif refused and len(refused) == sum(len(batch.tasks) for batch in batches):
-        command_line.end_with(2, refused[0])
+    elif sweep.refused and len(sweep.refused) == sweep.jobs:
+        command_line.end_with(2, sweep.refused[0])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.run_folder import RunFolder, Status
-from shardlab.sweep.records import LOG_FILE
-from shardlab.sweep.torchrun import Ended
+from shardlab.sweep.records import printed
+from shardlab.sweep.runner import Ended
 from shardlab.tracking import format_gib
 
 _MISTAKE = 2  # exit code of a rank that found a mistake in the config
@@ -59,9 +59,7 @@ def _verdict(
 
 def last_error(folder: Path) -> str | None:
     """The last line of a job's log that tells an error, else the last line."""
-    file = folder / LOG_FILE
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for line in printed(folder)]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (told or lines or [None])[-1]  # type: ignore[list-item]
 
@@ -74,12 +72,10 @@ def result_line(summary: Mapping[str, Any], seconds: float | None) -> str:
         parts[0] += f": {summary['error']}"
     if perf.get("tokens_per_s"):
         parts.append(f"{perf['tokens_per_s']:,.0f} {perf['unit']}/s")
-    planned = not memory.get("allocated_peak_bytes")
-    peak = (plan if planned else memory).get("reserved_peak_bytes") or (plan if planned else memory).get(
-        "allocated_peak_bytes"
-    )
-    if peak:
-        parts.append(f"{format_gib(peak)}{' planned' if planned else ''}")
+    for sizes, how in ((memory, ""), (plan, " planned")):
+        if peak := sizes.get("reserved_peak_bytes") or sizes.get("allocated_peak_bytes"):
+            parts.append(f"{format_gib(peak)}{how}")
+            break
     if seconds is not None:
         parts.append(f"{seconds:.1f} s")
     return ", ".join(parts)

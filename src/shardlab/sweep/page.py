@@ -6,7 +6,6 @@
 import html
 import importlib.resources
 import json
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -16,7 +15,7 @@ from shardlab.sweep.page_table import table_of
 from shardlab.sweep.pareto import Advice, advise, pareto_front
 from shardlab.sweep.records import Job
 from shardlab.sweep.results import COMMUNICATION, Results, Row, log_tail
-from shardlab.telemetry.timeline import COLOURS, plotly_js
+from shardlab.telemetry.timeline import COLOURS, write_html
 from shardlab.tracking.formats import format_seconds
 
 CURVE_POINTS = 200  # of a job's loss
@@ -43,10 +42,8 @@ def write_page(results: Results) -> None:
         "CSS": _asset("report.css"),
         "JS": _asset("report.js"),
         "DATA": data.replace("<", "\\u003c"),
-        "PLOTLY": plotly_js(),
     }
-    page = re.sub("@([A-Z]+)@", lambda place: parts[place[1]], _asset("report.html"))
-    (results.folder / "report.html").write_text(page, encoding="utf-8")
+    write_html(results.folder / "report.html", _asset("report.html"), parts)
 
 
 def _asset(name: str) -> str:

@@ -24,7 +24,7 @@ from shardlab.planner.job import cores, plan
 from shardlab.planner.plan import make_plan
 from shardlab.planner.workers import Lost, Workers
 from shardlab.run_folder import RunFolder, Status
-from shardlab.sweep.records import LOG_FILE
+from shardlab.sweep.processes import LOG_FILE
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
 from shardlab.telemetry.prediction import Prediction

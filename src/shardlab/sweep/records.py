@@ -6,15 +6,18 @@ no rank could (`killed`, `skipped`, ...).
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardlab.errors import ConfigError
-from shardlab.run_folder import write_json
+from shardlab.files import write_json
+from shardlab.sweep.processes import LOG_FILE
 
-LOG_FILE = "launch.log"  # what a job's processes printed
+# What torchrun says of ranks that ended tells nothing that their own lines do not.
+_TORCHRUNS_OWN = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ def read_job(folder: Path) -> Job | None:
     if summary is None:  # it is about to write one, or was never started
         summary = {"status": "running" if record["began"] else "interrupted", "error": None}
     return Job(JobRecord(**record), folder, summary, _read(folder / "plan.json"))
+
+
+def printed(folder: Path) -> list[str]:
+    """The last lines that a job printed, without empty ones and torchrun's own."""
+    file = folder / LOG_FILE
+    if not file.exists():
+        return []
+    with file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - (1 << 16)))
+        text = log.read().decode(errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip() and not _TORCHRUNS_OWN.match(line)]
 
 
 def _read(file: Path) -> dict[str, Any] | None:

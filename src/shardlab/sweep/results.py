@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.run_folder import Status
-from shardlab.sweep.records import LOG_FILE, Job, SweepRecord, read_sweep
+from shardlab.sweep.records import Job, SweepRecord, printed, read_sweep
 
 Row = Mapping[str, Any]
 
@@ -38,8 +38,6 @@ FIGURES = (
     "folder",  # of the run, relative to the sweep's
 )
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
-# What torchrun says of ranks that ended tells nothing that their own lines do not.
-_TORCHRUNS_OWN = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
 
 
 @dataclass(frozen=True)
@@ -152,14 +150,7 @@ def write_results(results: Results) -> None:
 
 def log_tail(job: Job, lines: int) -> list[str]:
     """The last lines that a job printed, without empty ones and torchrun's own."""
-    file = job.folder / LOG_FILE
-    if not file.exists():
-        return []
-    with file.open("rb") as log:
-        log.seek(max(0, file.stat().st_size - (1 << 16)))
-        text = log.read().decode(errors="replace")
-    printed = [line.rstrip() for line in text.splitlines() if line.strip() and not _TORCHRUNS_OWN.match(line)]
-    return printed[-lines:]
+    return printed(job.folder)[-lines:]
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, int | float | str]:

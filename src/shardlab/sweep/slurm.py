@@ -12,6 +12,7 @@ from typing import Any
 
 from shardlab.errors import ConfigError
 from shardlab.run_folder import Status
+from shardlab.sweep.runner import CPU_RANKS, Ended, check_least, check_nproc
 from shardlab.sweep.slurm_node import (
     CANCEL_FILE,
     PREEMPTED,
@@ -26,7 +27,6 @@ from shardlab.sweep.slurm_node import (
 from shardlab.sweep.slurm_states import LOST, OVER, Watch, ask
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
-from shardlab.sweep.torchrun import CPU_RANKS, Ended
 
 LOCAL = "local"  # submitit's own processes on this machine, in the place of Slurm
 _POLL_SECONDS = 0.5
@@ -63,16 +63,9 @@ class Slurm:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_task": 1, "timeout_min": 1}
-        for key, least in {**at_least, "array_parallelism": 1, "max_requeues": 0}.items():
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ConfigError(f"hydra.launcher.{key}={value} must be at least {least}")
-        if self.nproc_per_node != "auto" and (not isinstance(self.nproc_per_node, int) or self.nproc_per_node < 1):
-            raise ConfigError(
-                f"hydra.launcher.nproc_per_node={self.nproc_per_node} must be a number of ranks, or auto: "
-                f"gpus_per_node, {CPU_RANKS} without it"
-            )
+        least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_task": 1, "timeout_min": 1}
+        check_least(self, {**least, "array_parallelism": 1, "max_requeues": 0})
+        check_nproc(self.nproc_per_node, auto=f"gpus_per_node, {CPU_RANKS} without it")
         if self.cluster not in (None, LOCAL):
             raise ConfigError(f"hydra.launcher.cluster={self.cluster} must be null for Slurm, or {LOCAL}")
         if self.cluster == LOCAL and self.nodes > 1:
@@ -98,7 +91,6 @@ class Slurm:
 
     @property
     def writes(self) -> bool:
-        """Whether this process keeps the records of the sweep."""
         return True
 
     @property
@@ -106,7 +98,7 @@ class Slurm:
         return 60.0 * self.timeout_min
 
     def by_hand(self, program: str, arguments: Sequence[str]) -> list[str]:
-        """The command that runs one job without a sweep; within an allocation where it has several nodes."""
+        """Within an allocation, where the job has several nodes."""
         torchrun = ["torchrun", "--nproc-per-node", str(self.ranks_per_node)]
         if self.nodes > 1:
             on_each = ["srun", "--nodes", str(self.nodes), "--ntasks-per-node", "1"]
@@ -124,16 +116,8 @@ class Slurm:
         ended: Callable[[Task, Ended], None],
         stop: Stop,
     ) -> None:
-        """Runs each task to its end, at most `array_parallelism` in Slurm's queue at a time.
-
-        Args:
-            tasks: in the order in which they are to begin.
-            command: program and arguments of each rank of a task.
-            environment: added to that of this process.
-            started: called where a task begins to run.
-            ended: called where all its processes have ended; not for one that has never run, since it was cancelled.
-            stop: whether a signal has asked the sweep to end. What is in the queue or runs is then cancelled.
-        """
+        """Runs each task to its end, at most `array_parallelism` in Slurm's queue at a time; what is stopped there is
+        cancelled, whether it runs or waits."""
         limit = 1 if self.cluster == LOCAL else self.array_parallelism  # this machine's devices are there once
         waiting = list(tasks)
         jobs: list[_Job] = []
@@ -306,10 +290,8 @@ class _Job:
         reports = self._reports()
         ended = Ended(
             code=next((report["code"] for report in reports if report["code"]), 0 if reports else 1),
-            began=min((report["began"] for report in reports), default=time.time()),
             seconds=max((report["seconds"] for report in reports), default=0.0),
             exit_codes={int(rank): code for report in reports for rank, code in report["exit_codes"].items()},
-            timed_out=False,
             said=None if self._cancelled is not None else self._verdict(reports),
         )
         for node in range(self._slurm.nodes):

@@ -4,12 +4,10 @@ Imported on the nodes before torchrun is, and so without PyTorch.
 """
 
 import itertools
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-LOG_FILE = "launch.log"  # as in records.py, which imports more
-MARK = "SHARDLAB_SWEEP_JOB"  # environment variable by which the processes of a job are known
+from shardlab.files import write_json
+from shardlab.interrupt import exists
+from shardlab.sweep import processes
+from shardlab.sweep.processes import LOG_FILE, read_exit_codes, start_torchrun
+
 CANCEL_FILE = ".cancel"  # asks a job on this machine to end; one of Slurm's is sent a signal
 SUBMISSION = "slurm"  # folder of what submitit writes
 TIME_LIMIT, PREEMPTED = "time limit", "preempted"  # what ended the ranks, where it was not they
@@ -80,19 +81,19 @@ class NodeTask:
         job = JobEnvironment()
         place = Place(job.raw_job_id, job.node, self.nodes, _address(job.hostnames[0]))
         folder = Path(self.folder)
-        self._began, self._start, self._place = time.time(), time.monotonic(), place
+        self._start, self._place = time.monotonic(), place
         if place.node == 0 and set_aside(folder) > self.max_requeues:
             self._report(1, ended_by=PREEMPTED)
             return
         exit_codes = report_file(folder, place.node).with_suffix(".exit_codes")
         arguments = [*torchrun_arguments(place, self.ranks), *self.command]
         with (folder / log_name(place.node)).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardlab.sweep.elastic", str(exit_codes), *arguments],
-                env={**os.environ, **self.environment, MARK: self.folder},
-                stdin=subprocess.PIPE,  # closes with this process, however that ends
-                stdout=log,
-                stderr=subprocess.STDOUT,
+            self._process = start_torchrun(
+                arguments,
+                folder=folder,
+                exit_codes=exit_codes,
+                log=log,
+                environment={**os.environ, **self.environment},
                 # Slurm sends it to all processes of the job; it is for this one.
                 preexec_fn=partial(signal.signal, signal.Signals[f"SIG{job.USR_SIG}"], signal.SIG_IGN),
             )
@@ -100,8 +101,7 @@ class NodeTask:
         code = self._process.returncode
         if code >= 128 and self.launcher is None:
             _hold(place.job_id)
-        self._report(code, json.loads(exit_codes.read_text()) if exit_codes.exists() else {})
-        exit_codes.unlink(missing_ok=True)
+        self._report(code, read_exit_codes(exit_codes))
 
     def checkpoint(self) -> Any:
         """Ends the ranks before the job is re-queued, or at the end of its time.
@@ -127,7 +127,7 @@ class NodeTask:
         # Not `Popen.wait`: it holds a lock, which `checkpoint` would need in the midst of it.
         while self._process.poll() is None:
             time.sleep(_POLL_SECONDS)
-            if self.launcher is not None and (_is_gone(self.launcher) or (Path(self.folder) / CANCEL_FILE).exists()):
+            if self.launcher is not None and (not exists(self.launcher) or (Path(self.folder) / CANCEL_FILE).exists()):
                 self._end_ranks()
 
     def _end_ranks(self) -> None:
@@ -140,35 +140,21 @@ class NodeTask:
                 time.sleep(_POLL_SECONDS)
 
     def _report(self, code: int, exit_codes: Mapping[str, int] | None = None, ended_by: str | None = None) -> None:
-        file = report_file(Path(self.folder), self._place.node)
         content = {
             "code": code,
             "exit_codes": exit_codes or {},
-            "began": self._began,
             "seconds": time.monotonic() - self._start,
             "ended_by": ended_by,
         }
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(content))
-        draft.replace(file)
+        write_json(report_file(Path(self.folder), self._place.node), content)
 
 
 def torchrun_arguments(place: Place, ranks: int) -> list[str]:
-    """How torchrun finds the other nodes of the job.
-
-    Args:
-        place: this node.
-        ranks: on each node.
-    """
-    arguments = ["--nproc-per-node", str(ranks)]
-    if place.nodes == 1:
-        return [*arguments, "--standalone"]  # a rendezvous of its own, on a port that is free
-    return [
-        *arguments,
-        *("--nnodes", str(place.nodes), "--node-rank", str(place.node)),
-        *("--rdzv-backend", "static", "--rdzv-id", place.job_id),  # c10d has rank 0 on any node
-        *("--rdzv-endpoint", f"{place.first_host}:{port_of(place.job_id)}"),
-    ]
+    """How torchrun on this node finds the others; `ranks` are on each."""
+    endpoint = f"{place.first_host}:{port_of(place.job_id)}"
+    return processes.torchrun_arguments(
+        ranks, nodes=place.nodes, node=place.node, endpoint=endpoint, job_id=place.job_id
+    )
 
 
 def port_of(job_id: str) -> int:
@@ -233,13 +219,3 @@ def _hold(job_id: str) -> None:
             if "JobState=RUNNING" not in job or " PreemptTime=None" in job:
                 return
             time.sleep(2.0)
-
-
-def _is_gone(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False

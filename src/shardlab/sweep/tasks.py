@@ -16,6 +16,8 @@ from hydra.core.utils import filter_overrides
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from shardlab.config import typed
+
 _CONFIG_OPTIONS = ("config_path", "config_name", "config_dir")  # of Hydra; a job finds its config as the sweep does
 
 # Of Hydra's own overrides those that say how the sweep is run are not its jobs'.
@@ -65,7 +67,7 @@ def compose(
         composed = hydra_context.config_loader.load_sweep_config(config, list(overrides))
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
-        cfg = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        cfg = typed(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         own = tuple(o for o in filter_overrides(overrides) if not o.lstrip("+~").startswith(("hydra/", "sweep.")))
         tasks.append(Task(number, own, composed, cfg, digest_of(cfg, ranks), _folder(composed)))
     return tasks

@@ -1,10 +1,7 @@
 """Runs the jobs of a sweep on this machine, each in a torchrun of its own."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,37 +12,14 @@ import torch
 
 from shardlab.distributed import environment_of_no_rank
 from shardlab.errors import ConfigError
-from shardlab.run_folder import Status
-from shardlab.sweep.records import LOG_FILE
+from shardlab.sweep.processes import LOG_FILE, MARK, read_exit_codes, start_torchrun, torchrun_arguments
+from shardlab.sweep.runner import CPU_RANKS, Ended, check_least, check_nproc
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
 
-CPU_RANKS = 2  # on a machine without GPUs: the fewest that shard anything
 _POLL_SECONDS = 0.05
 # A rank that is stuck leaves 8 s after it was asked to; torchrun itself sends SIGKILL after 30 s.
 _PATIENCE_SECONDS = 45.0
-_MARK = "SHARDLAB_SWEEP_JOB"  # environment variable by which the processes of a job are known
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How the processes of a job ended.
-
-    Attributes:
-        code: of torchrun.
-        began: unix seconds.
-        seconds: from start to end.
-        exit_codes: by rank, of those that failed; negative for signals.
-        timed_out: whether `timeout_s` ended it.
-        said: status and reason, where only the launcher can know them, as those of Slurm.
-    """
-
-    code: int
-    began: float
-    seconds: float
-    exit_codes: Mapping[int, int]
-    timed_out: bool
-    said: tuple[Status, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,15 +40,8 @@ class Torchrun:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least = {"nnodes": 1, "node_rank": 0, "max_restarts": 0, "parallel_jobs": 1}
-        for key, least in at_least.items():
-            if getattr(self, key) < least:
-                raise ConfigError(f"hydra.launcher.{key}={getattr(self, key)} must be at least {least}")
-        if self.nproc_per_node != "auto" and (not isinstance(self.nproc_per_node, int) or self.nproc_per_node < 1):
-            raise ConfigError(
-                f"hydra.launcher.nproc_per_node={self.nproc_per_node} must be a number of ranks, or auto: one for each "
-                f"GPU, {CPU_RANKS} where there are none"
-            )
+        check_least(self, {"nnodes": 1, "node_rank": 0, "max_restarts": 0, "parallel_jobs": 1})
+        check_nproc(self.nproc_per_node, auto=f"one for each GPU, {CPU_RANKS} where there are none")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ConfigError(f"hydra.launcher.timeout_s={self.timeout_s} must be positive, or null for no limit")
         if self.nnodes > 1 and (self.rdzv_endpoint is None or ":" not in self.rdzv_endpoint):
@@ -112,11 +79,9 @@ class Torchrun:
 
     @property
     def writes(self) -> bool:
-        """Whether this node keeps the records of the sweep; the others only lend their devices."""
         return self.node_rank == 0
 
     def by_hand(self, program: str, arguments: Sequence[str]) -> list[str]:
-        """The command that runs one job without a sweep."""
         return ["torchrun", *self._torchrun_arguments(None), program, *arguments]
 
     def run(
@@ -129,16 +94,7 @@ class Torchrun:
         ended: Callable[[Task, Ended], None],
         stop: Stop,
     ) -> None:
-        """Runs each task to its end, `parallel_jobs` at a time.
-
-        Args:
-            tasks: in the order in which they are to begin.
-            command: program and arguments of each rank of a task.
-            environment: added to that of this process.
-            started: called where a task begins.
-            ended: called where all its processes have ended.
-            stop: whether a signal has asked the sweep to end. What runs then is sent the same, and nothing is begun.
-        """
+        """Runs each task to its end, `parallel_jobs` at a time; what runs is sent the signal that stops the sweep."""
         waiting, slots = list(tasks), self._slots()
         running: dict[int, _Running] = {}  # by slot
         while running or (waiting and stop.signal is None):
@@ -163,16 +119,16 @@ class Torchrun:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[start : start + each])} for start in starts]
 
     def _torchrun_arguments(self, task: Task | None) -> list[str]:
-        arguments = ["--nproc-per-node", str(self.ranks_per_node)]
+        number, endpoint = task.number if task else 0, ""
         if self.nnodes > 1:
             assert self.rdzv_endpoint is not None
             host, port = self.rdzv_endpoint.rsplit(":", 1)
-            number = task.number if task else 0  # a port for each job, and the same on all nodes
-            arguments += ["--nnodes", str(self.nnodes), "--node-rank", str(self.node_rank)]
-            # c10d would choose the first node by itself, and rank 0 would not be where the records are.
-            arguments += ["--rdzv-backend", "static", "--rdzv-endpoint", f"{host}:{int(port) + number}"]
-        elif task:
-            arguments += ["--standalone"]  # a rendezvous of its own, on a port that is free
+            endpoint = f"{host}:{int(port) + number}"  # a port for each job, and the same on all nodes
+        arguments = torchrun_arguments(
+            self.ranks_per_node, nodes=self.nnodes, node=self.node_rank, endpoint=endpoint, job_id=str(number)
+        )
+        if task is None and self.nnodes == 1:
+            arguments.remove("--standalone")  # by hand nothing else is in its way
         if self.max_restarts:
             arguments += ["--max-restarts", str(self.max_restarts)]
         return arguments
@@ -181,21 +137,20 @@ class Torchrun:
 class _Running:
     """A job whose processes run."""
 
-    def __init__(self, task: Task, arguments: Sequence[str], environment: Mapping[str, str]):
+    def __init__(self, task: Task, arguments: Sequence[str], environment: dict[str, str]):
         self.task = task
-        self._report = task.folder / ".exit_codes.json"
-        self._report.unlink(missing_ok=True)
-        self._mark = f"{_MARK}={task.folder}"
-        self._began, self._start = time.time(), time.monotonic()
+        self._exit_codes = task.folder / ".exit_codes.json"
+        read_exit_codes(self._exit_codes)  # removes those of an earlier start
+        self._start = time.monotonic()
         self._asked: float | None = None  # when it was asked to end
         self._timed_out = False
         with (task.folder / LOG_FILE).open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardlab.sweep.elastic", str(self._report), *arguments],
-                env={**environment_of_no_rank(), **environment, _MARK: str(task.folder)},
-                stdin=subprocess.PIPE,  # closes with this process, however that ends
-                stdout=log,
-                stderr=subprocess.STDOUT,
+            self._process = start_torchrun(
+                arguments,
+                folder=task.folder,
+                exit_codes=self._exit_codes,
+                log=log,
+                environment=environment_of_no_rank() | environment,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it: it would be told twice
             )
 
@@ -219,15 +174,8 @@ class _Running:
         self._kill()  # what torchrun may have left behind
         assert self._process.stdin is not None
         self._process.stdin.close()
-        codes = json.loads(self._report.read_text()) if self._report.exists() else {}
-        self._report.unlink(missing_ok=True)
-        return Ended(
-            self._process.wait(),
-            self._began,
-            seconds,
-            {int(rank): code for rank, code in codes.items()},
-            self._timed_out,
-        )
+        codes = read_exit_codes(self._exit_codes)
+        return Ended(self._process.wait(), seconds, {int(rank): code for rank, code in codes.items()}, self._timed_out)
 
     def _ask(self, signum: int) -> None:
         self._asked = time.monotonic()
@@ -237,7 +185,8 @@ class _Running:
         """Ranks have sessions of their own: only the environment tells whose they are."""
         if self._process.poll() is None:
             self._process.kill()
+        mark = f"{MARK}={self.task.folder}".encode()
         for file in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # gone meanwhile, or another user's
-                if self._mark.encode() in file.read_bytes().split(b"\0"):
+                if mark in file.read_bytes().split(b"\0"):
                     os.kill(int(file.parent.name), signal.SIGKILL)

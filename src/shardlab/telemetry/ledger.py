@@ -6,7 +6,6 @@ byte. What it does not see is memory that a kernel takes and gives back within o
 
 import gc
 import itertools
-import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._C._distributed_c10d import FakeWork, Work
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
@@ -26,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from shardlab.telemetry.collectives import is_waited_for, settled
 
 ROOT_UNIT = "the root"  # the name of FSDP2's unit for what no other one has taken
 WINDOW_STEPS = 3  # of the memory window: optimizer state is born in the first step, so later ones peak higher
-PATIENCE_S = 0.1  # at most, for a backend to let go of a collective's tensors; it takes a few microseconds
 
 
 class Category(Enum):
@@ -213,9 +212,9 @@ class Ledger(TorchDispatchMode):
             return args[0].device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
-        settles = self._fake_mode is None and self.device == "cpu" and _is_waited_for(func, args)
+        settles = self._fake_mode is None and self.device == "cpu" and is_waited_for(func, args)
         try:
-            out = _settled(func, args, kwargs or {}) if settles else func(*args, **(kwargs or {}))
+            out = settled(func, args, kwargs or {}) if settles else func(*args, **(kwargs or {}))
         except Exception:
             self.failed_at = self.failed_at or (str(func).removesuffix(".default"), self._where()[1])
             raise
@@ -381,50 +380,6 @@ class Ledger(TorchDispatchMode):
 def _makes_storage(func: torch._ops.OpOverload) -> bool:
     """Whether an operator's results are new storages: views and in-place operators return those of their arguments."""
     return all(result.alias_info is None for result in func._schema.returns)
-
-
-def _is_waited_for(func: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether this is a collective that the run waits for itself, at once or before it launches another."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    if func.namespace == "_c10d_functional":  # DTensor's; of all that take a group, only send and receive have tags
-        return "group_name" in names and not {"tag", "tag_list"} & set(names)
-    return "async_op" in names[: len(args)] and not args[names.index("async_op")]
-
-
-def _settled(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a collective, and waits until its backend holds none of the tensors any more.
-
-    gloo's worker thread (`ProcessGroupGloo::runLoop`) drops a collective, and with it the tensors and its own views of
-    them, only after it has woken up who waits for it. Where it is held up in between, by the scheduler or by Python's
-    lock, a storage that the run lets go of would live on while others are born, and the peak of one run in many would
-    be higher. The backend gets aliases here, so that it is all there in a storage's count of tensors.
-    """
-    counts = {key: torch._C._storage_Use_Count(key) for key in _storage_keys((args, kwargs))}
-    out = tree_map(_waited_for, func(*tree_map(_alias, args), **tree_map(_alias, kwargs)))
-    for key in _storage_keys(out):
-        counts[key] = counts.get(key, 1) + 1  # a new storage's Python object counts as well
-    until = time.monotonic() + PATIENCE_S
-    while any(torch._C._storage_Use_Count(key) > count for key, count in counts.items()) and time.monotonic() < until:
-        time.sleep(1e-5)
-    return out
-
-
-def _alias(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _waited_for(value: Any) -> Any:
-    """Of a collective's results: the same, with nothing left to wait for."""
-    if isinstance(value, torch.ScriptObject):
-        Work.unbox(value).wait()
-        return FakeWork().boxed()
-    return _alias(torch.ops._c10d_functional.wait_tensor(value)) if isinstance(value, torch.Tensor) else value
-
-
-def _storage_keys(tensors: Any) -> list[int]:
-    return [leaf.untyped_storage()._cdata for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
 
 
 def _in_backward() -> bool:

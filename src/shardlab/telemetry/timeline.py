@@ -4,8 +4,9 @@ import html
 import importlib.resources
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,22 @@ def write_timeline(file: Path, ledger: Ledger, *, title: str) -> None:
     views = _views(ledger)
     peaks = "".join(f"<p>{html.escape(_peak_sentence(view))}</p>" for view in views)
     data = json.dumps([_drawn(view) for view in views], separators=(",", ":")).replace("<", "\\u003c")
-    page = _PAGE
-    # plotly.js comes last: nothing is to be replaced in it
-    for name, text in {"TITLE": html.escape(title), "PEAKS": peaks, "VIEWS": data, "PLOTLY": plotly_js()}.items():
-        page = page.replace(f"@{name}@", text)
-    file.write_text(page, encoding="utf-8")
+    write_html(file, _BODY, {"TITLE": html.escape(title), "PEAKS": peaks, "VIEWS": data})
 
 
-def plotly_js() -> str:
-    """The script that draws, for a page to hold it: about 5 MB."""
+def write_html(file: Path, body: str, parts: Mapping[str, str]) -> None:
+    """Writes an HTML page that needs nothing but itself; it may not load anything, whatever plotly.js could do.
+
+    Args:
+        file: to write; it holds plotly.js too, about 5 MB.
+        body: from the style sheet on. Of places such as `@TITLE@` in it, `@PLOTLY@` is for the script that draws.
+        parts: what comes to the other places, among them the page's title.
+    """
+    parts = {**parts, "PLOTLY": _plotly_js()}
+    file.write_text(re.sub("@([A-Z]+)@", lambda place: parts[place[1]], _HEAD + body), encoding="utf-8")
+
+
+def _plotly_js() -> str:
     return importlib.resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
 
 
@@ -236,8 +244,7 @@ def _label(text: str, x: float, *, upright: bool) -> dict[str, Any]:
     return place | {"text": text, "textangle": -90 if upright else 0}
 
 
-# The policy forbids the page to load anything, whatever plotly.js could do.
-_PAGE = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -245,7 +252,9 @@ _PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>@TITLE@</title>
-<style>
+"""
+
+_BODY = """<style>
 :root { color-scheme: light; }
 body { margin: 0 auto; padding: 12px; max-width: 1500px; background: #fff; color: #1a1a1a;
  font: 15px/1.45 system-ui, sans-serif; }
