@@ -129,9 +129,10 @@ def trainer_of(
 ) -> Trainer:
     """The trainer itself, on the ranks that run this; without a tracker it tells nobody."""
     config = config_of(*overrides)
+    mesh = make_mesh(config.sharding, device_type="cpu", world_size=dist.get_world_size())
     ledger = Ledger(CPU)
-    with ledger:
-        built = built_from(config)
+    with ledger:  # after the mesh, which is none of the run's memory
+        built = build(config, device=CPU, mesh=mesh)
     return Trainer(
         config,
         built=built,
