@@ -90,7 +90,6 @@ class Step:
         Args:
             micro_batches: this rank's share as (inputs, labels) on the host, one pair a forward pass.
         """
-        config = self.config
         batches = [
             (inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
             for inputs, labels in micro_batches
@@ -102,19 +101,31 @@ class Step:
         loss_sum = torch.zeros((), device=self.device)
         correct_sum = torch.zeros_like(valid)
         for index, (inputs, labels) in enumerate(batches):
-            set_gradient_sync(
-                self.model,
-                is_last=index == len(batches) - 1,
-                reduce=config.accumulation.reduce,
-                strategy=config.sharding.strategy,
-            )
-            with autocast(config.precision, self.device.type):
-                loss, correct = loss_and_correct(self.model, inputs, labels)  # type: ignore[arg-type]
-            self.scaler.scale(loss * weight).backward()
-            loss_sum += loss.detach()
-            correct_sum += correct
-            del loss  # and with it the graph, before the next one is made
+            self.micro_batch(inputs, labels, weight, loss_sum, correct_sum, is_last=index == len(batches) - 1)
         return StepOutput(loss_sum, valid, correct_sum, self._update())
+
+    def micro_batch(
+        self, inputs: Tensor, labels: Tensor, weight: Tensor, loss_sum: Tensor, correct_sum: Tensor, *, is_last: bool
+    ) -> None:
+        """Forward and backward of one micro-batch, whose gradients are added to those that are there.
+
+        Args:
+            inputs: on the device.
+            labels: on the device.
+            weight: float32 (), by which the sum of the losses is multiplied before it is differentiated.
+            loss_sum: float32 (), to which this micro-batch's is added in place.
+            correct_sum: int64 (), likewise.
+            is_last: whether it is the step's last one.
+        """
+        config = self.config
+        set_gradient_sync(
+            self.model, is_last=is_last, reduce=config.accumulation.reduce, strategy=config.sharding.strategy
+        )
+        with autocast(config.precision, self.device.type):
+            loss, correct = loss_and_correct(self.model, inputs, labels)  # type: ignore[arg-type]
+        self.scaler.scale(loss * weight).backward()
+        loss_sum += loss.detach()
+        correct_sum += correct
 
     def _update(self) -> Tensor:
         """Unscales, clips, updates. Returns the norm of the whole gradient before clipping."""

@@ -1,5 +1,6 @@
-"""Repeating the record of a few equal blocks, and of a step: the same, event by event, as simulating all of them."""
+"""Repeating the record of equal blocks, micro-batches and steps: the same, event by event, as simulating all."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from shardlab.planner import simulation
 from shardlab.planner.blocks import KEPT, shorten
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.plan import plan_with_record
+from shardlab.planner.steps import RepeatedMicroBatches
 from tests.ranks import one_process
 from tests.training import config_of
 
@@ -34,25 +36,29 @@ def record_of(config: Config, cluster: ClusterConfig) -> tuple[dict, list, list[
     return {**plan.to_dict(), "wall_s": 0}, events, ledger.step_starts
 
 
-def repeated_and_simulated(overrides: tuple[str, ...], on_cpu: bool) -> tuple[bool, tuple, tuple]:
-    """Whether blocks and a step were left out; and the records with some of them, and with all, simulated."""
-    done = []
-    originals = simulation.lengthen, simulation.repeat_step
+def repeated_and_simulated(overrides: tuple[str, ...], on_cpu: bool) -> tuple[dict[str, int], tuple, tuple]:
+    """How often what was repeated; and the records with that left out, and with all simulated."""
+    done: Counter[str] = Counter()
 
     def noting(function):
-        return lambda *args: done.append(function(*args)) or done[-1]
+        def noted(*args):
+            result = function(*args)
+            done[function.__name__] += bool(result)
+            return result
 
-    simulation.lengthen, simulation.repeat_step = map(noting, originals)
+        return noted
+
     cluster = ClusterConfig(
         device=ClusterDevice.cpu if on_cpu else ClusterDevice.cuda, gpus_per_node=8, nodes=1, capability=[9, 0]
     )
     config = config_of(*overrides, world_size=8)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "lengthen", noting(simulation.lengthen))
+        patch.setattr(simulation, "repeat_step", noting(simulation.repeat_step))
+        patch.setattr(RepeatedMicroBatches, "repeat", noting(RepeatedMicroBatches.repeat))
         some = record_of(config, cluster)
         every = record_of(replace(config, plan=replace(config.plan, repeat=False)), cluster)
-    finally:
-        simulation.lengthen, simulation.repeat_step = originals
-    return len(done) == 2 and all(done), some, every
+    return dict(done), some, every
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +78,27 @@ def planner():
     ),
 ])  # fmt: skip
 def test_repeating_inner_blocks_and_the_second_step_gives_the_record_of_all(planner, overrides, on_cpu):
-    was_repeated, some, every = planner(repeated_and_simulated, (*RUN, *overrides.split()), on_cpu)
-    assert was_repeated
+    repeated, some, every = planner(repeated_and_simulated, (*RUN, *overrides.split()), on_cpu)
+    assert repeated == {"lengthen": 1, "repeat_step": 1}
+    assert some == every
+
+
+@pytest.mark.parametrize(("overrides", "on_cpu"), [
+    ("accumulation=reduce_last precision=bf16", False),
+    ("accumulation=reduce_every sharding=shard_grad_op activation=full model.layers=2", True),
+    ("accumulation=reduce_every sharding=hybrid_shard sharding.replicas=2 precision=fp16 model.layers=2", False),
+])  # fmt: skip
+def test_repeating_inner_micro_batches_gives_the_record_of_all(planner, overrides, on_cpu):
+    run = (*RUN, *overrides.split(), "accumulation.steps=5")
+    repeated, some, every = planner(repeated_and_simulated, run, on_cpu)
+    assert repeated["repeat"] == 2 * 2  # the third and the fourth of five, in two steps
     assert some == every
 
 
 def test_offloaded_blocks_are_repeated_in_host_memory_too(planner):
     overrides = (*RUN, "sharding.cpu_offload=true", "precision=bf16")
-    was_repeated, some, every = planner(repeated_and_simulated, overrides, False)
-    assert was_repeated
+    repeated, some, every = planner(repeated_and_simulated, overrides, False)
+    assert repeated == {"lengthen": 1, "repeat_step": 1}
     assert some == every
     assert some[0]["host_peak_bytes"] > 0
 

@@ -4,7 +4,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from shardlab.errors import ConfigError, describe
 from shardlab.planner.blocks import Count, lengthen, shorten
 from shardlab.planner.device import error_in_backward, install
 from shardlab.planner.fake_mode import QuickFakeMode
-from shardlab.planner.steps import repeat_step
+from shardlab.planner.steps import RepeatedMicroBatches, repeat_step
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
 from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, StepCounter
@@ -83,6 +83,9 @@ def _simulate(
             built = build(config, model=model, device=device, mesh=mesh)
         ledger.watch(built.model, built.optimizers)
         built.model.train()
+        if config.plan.repeat:
+            quick = RepeatedMicroBatches(built.step.micro_batch, ledger, counter.repeat)
+            built.step.micro_batch = quick  # type: ignore[assignment, method-assign]
         for step in range(min(WINDOW_STEPS, config.train.steps)):
             if step > 1 and config.plan.repeat and repeat_step(ledger):
                 continue
@@ -126,6 +129,11 @@ class _Counter(StepCounter):
     def count(self, key: str, amount: int, tensor: torch.Tensor | None = None) -> None:
         entry = None if tensor is None else self._ledger.entry_of(tensor)
         self.counts.append(Count(len(self._ledger.events), key, amount, entry))
+
+    def repeat(self, start: int, end: int, shift: int) -> None:
+        """Counts once more what was counted between two events, as many events later."""
+        inside = [count for count in self.counts if start <= count.position < end]
+        self.counts += [replace(count, position=count.position + shift) for count in inside]
 
 
 def _sample(config: Config) -> tuple[torch.Tensor, torch.Tensor]:

@@ -140,12 +140,12 @@ class Ledger(TorchDispatchMode):
         self.device = device.type
         self.events: list[Event] = []
         self.step_starts: list[int] = []  # index in `events` where each step begins; before the first lies `build`
+        self.forwards_left = 0  # in this step
         self.failed_at: tuple[str, str] | None = None  # the first operator that raised an error, and in which module
         self._phase = Phase.init
         self._born_as = Category.other
         self._fake_mode = fake_mode
         self._live: dict[int, tuple[weakref.ref, Entry]] = {}
-        self._forwards_left = 0  # in this step
         self._paused = False
         self._modules: list[str] = [""]  # whose forward is running, the innermost last
         # Where autograd's sequence number stood when a forward was entered or left, and in whose forward that led.
@@ -182,9 +182,9 @@ class Ledger(TorchDispatchMode):
         gc.collect()
         self.step_starts.append(len(self.events))
         self._phase, self._born_as = Phase.forward, Category.inputs
-        self._forwards_left = 0
+        self.forwards_left = 0
         for batch in micro_batches:
-            self._forwards_left += 1
+            self.forwards_left += 1
             for tensor in batch:
                 if tensor.device.type == self.device:
                     self._track(tensor, makes_storage=True)
@@ -287,7 +287,7 @@ class Ledger(TorchDispatchMode):
         """The phase, and the module in whose forward or backward this happens."""
         if not _in_backward():
             return self._phase, self._modules[-1]
-        if self._forwards_left == 0:  # what follows is the update: unscaling and clipping, before the optimizer's step
+        if self.forwards_left == 0:  # what follows is the update: unscaling and clipping, before the optimizer's step
             self._phase, self._born_as = Phase.optimizer, Category.other
         if len(self._modules) > 1:  # a forward within backward: recomputation
             return Phase.backward, self._modules[-1]
@@ -330,7 +330,7 @@ class Ledger(TorchDispatchMode):
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         if name == "":
             self._phase, self._born_as = Phase.forward, Category.activations
-            self._forwards_left -= 1
+            self.forwards_left -= 1
         self._modules.append(name)
         self._note_number()
 
