@@ -82,15 +82,18 @@ class _RowwiseInit(TorchDispatchMode):
         global_rows = target.shape[0] if local.ndim else 1
         per_block = -(-global_rows // _BLOCKS)
         first, last = target.first_row, target.first_row + len(rows)
-        for start in range(first - first % per_block, last, per_block):
-            stop = min(start + per_block, global_rows)
-            kwargs["generator"] = _generator(local.device, self.seed, target.name, draw, start // per_block)
-            if first <= start and stop <= last:
-                func(rows[start - first : stop - first], *args[1:], **kwargs)
+        starts = range(first - first % per_block, last, per_block)
+        stops = [min(start + per_block, global_rows) for start in starts]
+        mine = [slice(max(start, first), min(stop, last)) for start, stop in zip(starts, stops, strict=True)]
+        parts = rows.split([part.stop - part.start for part in mine])
+        kwargs["generator"] = generator = torch.Generator(local.device)
+        for start, stop, part, own in zip(starts, stops, parts, mine, strict=True):
+            generator.manual_seed(_seed(self.seed, target.name, draw, start // per_block))
+            if len(part) == stop - start:
+                func(part, *args[1:], **kwargs)
             else:  # shared with another rank. Draw it whole: part of a block would not be the block's part
                 block = func(rows.new_empty((stop - start, *rows.shape[1:])), *args[1:], **kwargs)
-                mine = slice(max(start, first), min(stop, last))
-                rows[mine.start - first : mine.stop - first] = block[mine.start - start : mine.stop - start]
+                part.copy_(block[own.start - start : own.stop - start])
 
 
 @torch.no_grad()
@@ -162,6 +165,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _generator(device: torch.device, *key: object) -> torch.Generator:
+def _seed(*key: object) -> int:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1

@@ -74,6 +74,10 @@ class StepCounter(TorchDispatchMode):
             hook.remove()
         return super().__exit__(*exception)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in the ledger
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here

@@ -207,6 +207,10 @@ class Ledger(TorchDispatchMode):
         while self._unpatch:
             self._unpatch.pop()()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch.compile would be kept out of each operator: a tenth of a plan
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # more than half of all that a fake tensor is asked, by C++
             return args[0].device
@@ -218,7 +222,7 @@ class Ledger(TorchDispatchMode):
         except Exception:
             self.failed_at = self.failed_at or (str(func).removesuffix(".default"), self._where()[1])
             raise
-        if self._paused:
+        if self._paused or func.is_view:
             return out
         results = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
         for index, tensor in enumerate(results):
