@@ -27,7 +27,10 @@ class SweepLauncher(Launcher):
         """What starts the jobs, of these settings; ConfigError where they cannot be."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from shardlab.sweep.tasks import keep_compositions
+
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        keep_compositions(hydra_context)  # the sweeper composes after this
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from shardlab.sweep.launcher import launch

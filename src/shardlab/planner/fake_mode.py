@@ -71,4 +71,6 @@ class QuickFakeMode(FakeTensorMode):
             out = func(*args, **kwargs)
         if isinstance(out, FakeTensor):  # an argument, changed in place
             return out
-        return [FakeTensor(self, part, device) for part in out] if isinstance(out, list) else FakeTensor(self, out, device)
+        return (
+            [FakeTensor(self, part, device) for part in out] if isinstance(out, list) else FakeTensor(self, out, device)
+        )
