@@ -39,3 +39,9 @@ def describe(error: BaseException) -> str:
     if isinstance(error, (ConfigError, TrainingError)):
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def shorten(error: BaseException, limit: int = 300) -> str:
+    """An error's whole message on one line of at most `limit` characters, or its type where it has no message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -145,27 +145,20 @@ def test_freeing_twice_is_an_error():
         a.free(block)
 
 
-def test_peaks_and_fragmentation():
+def test_peaks():
     a = allocator()
     held = [a.malloc(30 * MIB, 0), a.malloc(30 * MIB, 1)]
     a.free(held[0])
     a.malloc(2 * MIB, 0)  # 28 MiB of the freed segment lie idle
-    a.malloc(40 * MIB, 0)  # reaches the reserved peak of 100 MiB, with 72 MiB allocated
-    assert (a.reserved_peak_bytes, a.allocated_peak_bytes, a.fragmentation_bytes) == (100 * MIB, 72 * MIB, 28 * MIB)
+    a.malloc(40 * MIB, 0)
+    assert (a.reserved_peak_bytes, a.allocated_peak_bytes) == (100 * MIB, 72 * MIB)
     a.malloc(10 * MIB, 0)
     a.free(held[1])
-    assert (a.allocated_peak_bytes, a.fragmentation_bytes) == (82 * MIB, 18 * MIB)
-    a.reset_peaks()
-    assert (a.reserved_peak_bytes, a.allocated_peak_bytes, a.fragmentation_bytes) == (100 * MIB, 52 * MIB, 48 * MIB)
-
-
-def test_what_is_allocated_after_the_peak_does_not_lessen_its_fragmentation():
-    a = allocator()
-    a.free(a.malloc(60 * MIB, 0))
-    a.malloc(40 * MIB, 1)
+    assert (a.reserved_peak_bytes, a.allocated_peak_bytes) == (100 * MIB, 82 * MIB)
     a.empty_cache()
-    a.malloc(50 * MIB, 1)
-    assert (a.reserved_peak_bytes, a.fragmentation_bytes, a.reserved_bytes) == (100 * MIB, 60 * MIB, 90 * MIB)
+    assert (a.reserved_bytes, a.reserved_peak_bytes) == (70 * MIB, 100 * MIB)
+    a.reset_peaks()
+    assert (a.reserved_peak_bytes, a.allocated_peak_bytes) == (70 * MIB, 52 * MIB)
 
 
 # ---- max_split_size: blocks from this size on are not split, and serve only requests of nearly their size
@@ -528,7 +521,7 @@ class Life(RuleBasedStateMachine):
         assert peaks >= self.peaks
         assert peaks[0] >= a.allocated_bytes
         assert peaks[1] >= a.reserved_bytes
-        assert 0 <= a.fragmentation_bytes <= a.reserved_peak_bytes
+        assert a.allocated_peak_bytes <= a.reserved_peak_bytes
         self.peaks = peaks
 
     def teardown(self):

@@ -12,7 +12,7 @@ import torch
 
 from shardlab.errors import ConfigError
 from shardlab.models import MLP
-from shardlab.planner.cluster import ClusterConfig, ClusterDevice
+from shardlab.planner.cluster import GIB, ClusterConfig, ClusterDevice
 from shardlab.planner.plan import make_plan
 from tests.training import ROOT, config_of, measured_memory
 
@@ -25,9 +25,23 @@ RUN = (
 SHORT = ("plan.changes=0", "plan.timeline=false")  # the plan alone
 
 
-def planned(overrides: tuple[str, ...], world_size: int, device: ClusterDevice = ClusterDevice.cpu) -> dict:
+def planned(
+    overrides: tuple[str, ...],
+    world_size: int,
+    device: ClusterDevice = ClusterDevice.cpu,
+    capacity_bytes: int | None = None,
+    alloc_conf: str = "",
+) -> dict:
     config = config_of(*overrides, world_size=world_size)
-    cluster = ClusterConfig(device=device, gpus_per_node=world_size, nodes=1, capability=[9, 0])
+    cluster = ClusterConfig(
+        device=device,
+        gpus_per_node=world_size,
+        nodes=1,
+        capability=[9, 0],
+        memory_gib=capacity_bytes and capacity_bytes / GIB,
+        set_aside_gib=0.0,
+        alloc_conf=alloc_conf,
+    )
     return make_plan(config, cluster).to_dict()
 
 
@@ -77,11 +91,14 @@ TINY_LLAMA = (
     "num_attention_heads: 2, num_key_value_heads: 1}"
 )
 
+TINY_MIXTRAL = TINY_LLAMA.replace("llama", "mixtral").replace("}", ", num_local_experts: 4}")
+
 
 @pytest.mark.parametrize("overrides", [
     ("model=mlp", "model.hidden_size=19", "data=random_classes"),
     ("model=mlp", "model.hidden_size=64", f"model._target_={__name__}.HalfFrozen", "data=random_classes"),
     ("model=hf", f"model.config={TINY_LLAMA}", "data=random_tokens", "data.seq_len=32"),
+    ("model=hf", f"model.config={TINY_MIXTRAL}", "data=random_tokens", "data.seq_len=32"),
 ])  # fmt: skip
 def test_models_of_other_kinds_are_planned_to_the_byte_too(on_ranks, plan_alone, overrides):
     run = (*overrides, "train.steps=3", "train.eval_every=0")
@@ -124,6 +141,30 @@ def test_offloaded_states_are_planned_as_host_memory(plan_alone):
     parameters = kept["peak"]["breakdown"]["parameters"]
     assert offloaded["peak"]["breakdown"]["parameters"] == offloaded["peak"]["breakdown"]["optimizer"] == 0
     assert offloaded["host_peak_bytes"] >= 4 * 0.9 * parameters  # parameters, gradients and Adam's two moments
+
+
+def test_a_run_that_must_release_cached_memory_fits_and_one_without_enough_of_it_does_not(plan_alone):
+    run = (*RUN, "train.micro_batch=64", "precision=bf16")
+    free = plan_alone(run, 8, ClusterDevice.cuda)["peak"]
+    allocated, reserved = free["allocated_bytes"], free["reserved_bytes"]
+    assert (free["alloc_retries"], free["fragmentation_bytes"]) == (0, reserved - allocated)
+    full = plan_alone(run, 8, ClusterDevice.cuda, reserved - 1)
+    assert full["fits"]
+    assert full["peak"]["alloc_retries"] > 0
+    assert allocated < full["peak"]["reserved_bytes"] <= full["capacity_bytes"] == reserved - 1
+    assert full["peak"]["breakdown"] == free["breakdown"]
+    small = plan_alone(run, 8, ClusterDevice.cuda, allocated - 1)
+    assert not small["fits"]
+    assert small["peak"] == free  # says how much there would have to be
+    assert small["headroom_bytes"] == allocated - 1 - reserved
+
+
+def test_settings_of_the_allocator_limit_what_a_run_may_take(plan_alone):
+    run = (*RUN, "precision=bf16")
+    needed = plan_alone(run, 8, ClusterDevice.cuda)["peak"]["reserved_bytes"]
+    half = plan_alone(run, 8, ClusterDevice.cuda, int(1.5 * needed), "per_process_memory_fraction:0.5")
+    assert not half["fits"]
+    assert half["capacity_bytes"] == round(0.5 * int(1.5 * needed))
 
 
 def test_autocast_on_gpus_takes_more_than_bf16_and_less_than_fp32(plan_alone):

@@ -210,7 +210,10 @@ class Branching(torch.nn.Module):
 
 
 def test_a_model_that_cannot_be_planned_is_told_the_operator_and_the_module_that_stop_it(plan):
-    with pytest.raises(ConfigError, match="model: aten._local_scalar_dense in gate cannot be planned: .* torch.where"):
+    with pytest.raises(
+        ConfigError,
+        match=r"aten._local_scalar_dense in gate \(test_plan_job.py:\d+\) cannot be planned: .* torch.where",
+    ):
         plan("model=custom", f"model._target_={__name__}.Branching", "data=random_classes")
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from shardlab.errors import ConfigError
+from shardlab.errors import ConfigError, shorten
+from shardlab.hub import from_hub
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,34 +109,21 @@ def load_encoder(tokenizer: str | Path | None) -> Encoder:
         return Encoder(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
-            f"data.tokenizer={tokenizer} is no valid tokenizer file ({one_line(error)}); "
+            f"data.tokenizer={tokenizer} is no valid tokenizer file ({shorten(error)}); "
             "give one that tokenizer.save() wrote, or null for bytes"
         ) from error
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line of at most 300 characters, or its type where it has no message."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def _from_transformers(name: str) -> "Tokenizer":
     try:
-        import huggingface_hub
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"data.tokenizer={name} needs a package: pip install transformers") from error
     try:
-        try:
-            loaded = AutoTokenizer.from_pretrained(name, local_files_only=True)
-        except (OSError, ValueError):
-            if Path(name).exists():
-                raise
-            # Asked once: without a network, from_pretrained itself retries for 40 seconds and prints each attempt.
-            huggingface_hub.HfApi().model_info(name, timeout=10)
-            loaded = AutoTokenizer.from_pretrained(name)
+        loaded = from_hub(AutoTokenizer.from_pretrained, name)
     except Exception as error:  # network, permissions, names, formats: all mean that the name leads nowhere
         raise ConfigError(
-            f"data.tokenizer={name} could not be loaded ({one_line(error)}); "
+            f"data.tokenizer={name} could not be loaded ({shorten(error)}); "
             "check the name and the network, or give a tokenizer.json file"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)

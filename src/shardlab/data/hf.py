@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardlab.data.checks import check_int, check_split
-from shardlab.data.encoder import Encoder, load_encoder, one_line
+from shardlab.data.encoder import Encoder, load_encoder
 from shardlab.data.seeds import stable_seed
 from shardlab.data.windows import TokenWindows
-from shardlab.errors import ConfigError
+from shardlab.errors import ConfigError, shorten
 
 
 def hf_text(
@@ -211,7 +211,7 @@ def _load(name: str, subset: str | None, data_files: Any, split: str, streaming:
         first: dict[str, list[Any]] = next(documents.iter(batch_size=1), {})
     except Exception as error:  # the libraries raise many types: network, permissions, names, formats
         raise ConfigError(
-            f"data.name={name} could not be loaded ({one_line(error)}); check data.name, data.subset, "
+            f"data.name={name} could not be loaded ({shorten(error)}); check data.name, data.subset, "
             f"data.data_files, the split {split!r} (data.train_split, data.eval_split) and the network"
         ) from error
     if first and text_column not in first:

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardlab.errors import ConfigError
+from shardlab.errors import ConfigError, shorten
+from shardlab.hub import from_hub
 
 
 def load_config(name_or_path: str | None, config: Any) -> Any:
@@ -37,18 +38,12 @@ def load_config(name_or_path: str | None, config: Any) -> Any:
     try:
         if name_or_path is not None:
             # The hub's code never runs here, whatever the config asks for.
-            return AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+            return from_hub(AutoConfig.from_pretrained, name_or_path, trust_remote_code=False)
         values: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
         return AutoConfig.for_model(values.pop("model_type", None), **values)
     except Exception as error:  # OSError, ValueError, KeyError or one of huggingface_hub's own, by version and cause
         key = "config" if name_or_path is None else f"name_or_path={name_or_path}"
-        raise ConfigError(f"model.{key} is no config that transformers can build: {shorten(error)}") from error
-
-
-def shorten(error: Exception, limit: int = 200) -> str:
-    """Put an error's message on one line of at most `limit` characters; transformers lists every model it knows."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+        raise ConfigError(f"model.{key} is no config that transformers can build: {shorten(error, 200)}") from error
 
 
 @contextmanager
@@ -91,7 +86,7 @@ class CausalLM(nn.Module):
             self.model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
         except ValueError as error:
             kind = hf_config.model_type
-            raise ConfigError(f"model_type={kind} has no causal language model: {shorten(error)}") from error
+            raise ConfigError(f"model_type={kind} has no causal language model: {shorten(error, 200)}") from error
         text_config = hf_config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.max_seq_len: int | None = getattr(text_config, "max_position_embeddings", None)

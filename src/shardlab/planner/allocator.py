@@ -83,16 +83,8 @@ class CachingAllocator:
         self._next_address = 0
         self._searches = 0  # in large pools: the clock that tells how long a block has been idle
         self.allocated_bytes = self.allocated_peak_bytes = 0
-        self.reserved_bytes = self.reserved_peak_bytes = self._allocated_at_peak = 0
+        self.reserved_bytes = self.reserved_peak_bytes = 0
         self.retries = 0
-
-    @property
-    def fragmentation_bytes(self) -> int:
-        """Of the reserved peak, what was never allocated while it lasted.
-
-        The gap at the moment when the peak is reached says less: the last small segment may come when most is idle.
-        """
-        return self.reserved_peak_bytes - self._allocated_at_peak
 
     def malloc(self, nbytes: int, stream: Hashable) -> Block | None:
         """Allocates on a stream; None for 0 bytes, which take no memory.
@@ -121,8 +113,6 @@ class CachingAllocator:
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.allocated_peak_bytes:
             self.allocated_peak_bytes = self.allocated_bytes
-        if self.allocated_bytes > self._allocated_at_peak and self.reserved_bytes == self.reserved_peak_bytes:
-            self._allocated_at_peak = self.allocated_bytes
         return block
 
     def free(self, block: Block | None) -> None:
@@ -152,7 +142,7 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Takes the present figures for the peaks."""
-        self.allocated_peak_bytes = self._allocated_at_peak = self.allocated_bytes
+        self.allocated_peak_bytes = self.allocated_bytes
         self.reserved_peak_bytes = self.reserved_bytes
 
     def segments(self) -> list[SegmentInfo]:
@@ -232,8 +222,7 @@ class CachingAllocator:
         if self.reserved_bytes + nbytes > self._capacity:
             return False
         self.reserved_bytes += nbytes
-        if self.reserved_bytes > self.reserved_peak_bytes:
-            self.reserved_peak_bytes, self._allocated_at_peak = self.reserved_bytes, self.allocated_bytes
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         return True
 
     def _new_segment(self, pool: Pool, size: int) -> Segment:

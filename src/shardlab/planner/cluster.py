@@ -56,11 +56,18 @@ class ClusterConfig:
         return self.gpus_per_node * self.nodes
 
     @property
-    def usable_bytes(self) -> int | None:
-        """What PyTorch's allocator can reserve on one device; None where no capacity is known."""
+    def device_bytes(self) -> int | None:
+        """What one device can give to PyTorch's allocator; None where no capacity is known."""
         if self.memory_gib is None:
             return None
         return int((self.memory_gib - self.set_aside_gib) * GIB)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What PyTorch's allocator can reserve: less than the device has, where `alloc_conf` sets a fraction."""
+        if self.device_bytes is None:
+            return None
+        return round(self.device_bytes * min(1.0, self.allocator_settings.per_process_memory_fraction))
 
     @property
     def allocator_settings(self) -> AllocatorSettings:

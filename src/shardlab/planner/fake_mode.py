@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
@@ -64,6 +65,8 @@ class QuickFakeMode(FakeTensorMode):
             return func(*args, **kwargs)
         elif func.namespace == "fsdp" and not func._schema.returns:
             return None  # it copies into what is there
+        elif func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
+            return self._grouped_mm(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
 
     def _on_meta(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
@@ -74,3 +77,16 @@ class QuickFakeMode(FakeTensorMode):
         return (
             [FakeTensor(self, part, device) for part in out] if isinstance(out, list) else FakeTensor(self, out, device)
         )
+
+    def _grouped_mm(
+        self,
+        mat_a: FakeTensor,
+        mat_b: FakeTensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> FakeTensor:
+        """Mixture of experts: PyTorch's own meta kernel takes nothing but bf16, where its real ones do."""
+        with in_kernel_invocation_manager(self):
+            out = _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype or mat_a.dtype)
+        return FakeTensor(self, out, mat_a.fake_device)

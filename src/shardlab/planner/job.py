@@ -1,5 +1,6 @@
 """`mode=plan`: plans the run that a config describes, shows the plan, and writes `plan.json`."""
 
+import math
 import os
 import time
 from bisect import bisect_right
@@ -90,10 +91,19 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_s
         verdict = fit.verdict if fit else None
         if config.plan.timeline or (config.plan.timeline is None and not in_sweep):
             title = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
-            write_timeline(folder.timeline_file, ledger, title=f"Planned: {title} on {ranks_of(made, cluster)}")
+            more = made.peak.allocated_bytes - ledger.peak().bytes
+            note = f"The planned peak of {format_gib(made.peak.allocated_bytes)} counts {format_gib(more)} more: whole "
+            note += "blocks of the caching allocator, and what it holds for cuBLAS."
+            write_timeline(
+                folder.timeline_file,
+                ledger,
+                title=f"Planned: {title} on {ranks_of(made, cluster)}",
+                note=note if more else "",
+            )
         show_plan(made, config, cluster, states=states, fit=verdict, choices=choices, file=str(file))
         if wanted and (config.plan.changes or _is_worth_a_change(made)):
-            changes, done = _plan_changes(workers, waiting, made, time.monotonic() - began)
+            seconds = time.monotonic() - began if config.plan.changes is None else None
+            changes, done = _plan_changes(workers, waiting, made, seconds)
             best = [change for change in changes if change.saves_bytes > 0][:wanted]
             _write(record | {"changes": [asdict(change) for change in best]}, folder)
             show_changes(best, planned=len(changes), left=len(tasks) - done)
@@ -237,15 +247,25 @@ def _attempt(task: _Task) -> PlannedPeak | None:
 
 
 def _plan_changes(
-    workers: Workers[_Task, PlannedPeak | None], tasks: Sequence[_Task], base: Plan, seconds: float
+    workers: Workers[_Task, PlannedPeak | None], tasks: Sequence[_Task], base: Plan, seconds: float | None
 ) -> tuple[list[Change], int]:
-    """Plans changes for a while. Returns those that could be planned, the best first, and how many were tried."""
+    """Plans changes. Returns those that could be planned, the best first, and how many were tried.
+
+    Args:
+        workers: that plan them beside this process.
+        tasks: that are not given to them yet.
+        base: the plan without changes.
+        seconds: that this took, beside which the changes are to take little time; None = all are planned.
+    """
     peak, now = base.peak, time.monotonic()
-    unused_bytes = peak.needed_bytes - peak.allocated_bytes
+    unused_bytes = peak.fragmentation_bytes or 0
     tasks = sorted(tasks, key=lambda task: task.candidate.expected_bytes(peak.breakdown, unused_bytes), reverse=True)
-    free, least, most = CHANGES_SECONDS
-    begin_seconds = min(max(seconds - free, least), most)
-    wait_seconds = begin_seconds + 2 * seconds  # a change takes as long as the plan, and twice that beside another one
+    begin_seconds = wait_seconds = math.inf
+    if seconds is not None:
+        free, least, most = CHANGES_SECONDS
+        begin_seconds = min(max(seconds - free, least), most)
+        # A change takes as long as the plan, and twice that beside another one.
+        wait_seconds = begin_seconds + min(2 * seconds, most)
     done = list(workers.run(tasks, start_until=now + begin_seconds, wait_until=now + wait_seconds))
     changes = [change_of(task.candidate, peak, base) for task, peak in done if peak is not None]
     return sorted(changes, key=lambda change: change.saves_bytes, reverse=True), len(done)

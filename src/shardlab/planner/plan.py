@@ -4,11 +4,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardlab.config import Config
-from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces
+from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces, OutOfMemory
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
 from shardlab.telemetry.ledger import ROOT_UNIT, Category, Entry, Event, Ledger, Phase, peak_of
@@ -20,6 +21,8 @@ class PlannedPeak:
 
     allocated_bytes: int
     reserved_bytes: int | None  # by the caching allocator, at its own peak; None on a CPU, which has none
+    fragmentation_bytes: int | None  # by which that is above what is allocated at the peak
+    alloc_retries: int | None  # how often all that was cached was released, because the device was full
     phase: str
     module: str  # inside whose forward or backward
     breakdown: dict[str, int]  # bytes by category; they add up to `allocated_bytes`
@@ -89,13 +92,36 @@ def _on_cpu(ledger: Ledger) -> PlannedPeak:
 
 
 def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
-    """Feeds the ledger's events to the caching allocator, in blocks of whose sizes the device's memory is used."""
-    # Without a capacity: how much a run would take is the question, and whether that is there, the answer's use.
-    allocator = CachingAllocator(settings=cluster.allocator_settings)
+    """The peak in blocks of the caching allocator.
+
+    That of an allocator that can have whatever it asks for, which says how much there would have to be; of one on a
+    full device, which releases what it has cached, where the first would take too much and the second does not fail.
+    """
+    events, sizes, allocator = _replayed(ledger, cluster, None)
+    usable, collects = cluster.usable_bytes, cluster.allocator_settings.garbage_collection_threshold
+    if usable is not None and (collects or allocator.reserved_peak_bytes > usable):
+        with suppress(OutOfMemory):
+            events, sizes, allocator = _replayed(ledger, cluster, cluster.device_bytes)
+    return _peak(events, sizes, allocator)
+
+
+def _replayed(
+    ledger: Ledger, cluster: ClusterConfig, capacity_bytes: int | None
+) -> tuple[Sequence[Event], Sequence[int], CachingAllocator]:
+    """Feeds the ledger's events to the caching allocator of a device.
+
+    Returns:
+        The events of the device, its libraries' workspaces among them; bytes of each one's storage after it, as a block
+        of the allocator; the allocator.
+
+    Raises:
+        OutOfMemory: where the capacity does not suffice.
+    """
+    allocator = CachingAllocator(capacity_bytes, cluster.allocator_settings)
     major, minor = cluster.capability or (0, 0)
     workspaces = CublasWorkspaces(allocator, (major, minor))
     events: list[Event] = []
-    sizes: list[int] = []  # of the storage after each event, as a block of the allocator
+    sizes: list[int] = []
     recorded = [event for event in ledger.events if event.entry.device == ledger.device]
     compute_stream = next((event.stream for event in recorded if event.phase is Phase.forward), None)
     blocks: dict[Entry, Any] = {}
@@ -115,16 +141,16 @@ def _on_gpu(ledger: Ledger, cluster: ClusterConfig) -> PlannedPeak:
             blocks[event.entry] = block
         events.append(event)
         sizes.append(block.size if block else 0)
-    return _peak(events, sizes, allocator.reserved_peak_bytes)
+    return events, sizes, allocator
 
 
-def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | None) -> PlannedPeak:
+def _peak(events: Sequence[Event], sizes: Sequence[int], allocator: CachingAllocator | None) -> PlannedPeak:
     """The most that was allocated at a time, and who held it.
 
     Args:
         events: of one device.
         sizes: bytes that the event's storage takes after it.
-        reserved_bytes: by the caching allocator, at its own peak.
+        allocator: that served them; None on a CPU.
     """
     peak = peak_of(events, sizes)
     births: dict[Entry, Event] = {}
@@ -140,7 +166,9 @@ def _peak(events: Sequence[Event], sizes: Sequence[int], reserved_bytes: int | N
             unsharded[entry.name or _unit_of(births[entry].module, units)] += size
     return PlannedPeak(
         allocated_bytes=peak.bytes,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=allocator.reserved_peak_bytes if allocator else None,
+        fragmentation_bytes=allocator.reserved_peak_bytes - peak.bytes if allocator else None,
+        alloc_retries=allocator.retries if allocator else None,
         phase=peak.phase.value,
         module=peak.module,
         breakdown=peak.breakdown,

@@ -8,6 +8,7 @@ from shardlab.planner.changes import Change
 from shardlab.planner.cluster import ClusterConfig
 from shardlab.planner.plan import Plan
 from shardlab.planner.states import ModelStates
+from shardlab.telemetry import WINDOW_STEPS
 from shardlab.tracking import format_batch, format_gib
 
 Rows = Sequence[tuple[str, str]]
@@ -54,7 +55,8 @@ def show_plan(
         ("peak allocated", f"{format_gib(peak.allocated_bytes)}, {where}"),
     ]
     if peak.reserved_bytes is not None:
-        rows.append(("peak reserved", format_gib(peak.reserved_bytes)))
+        lost = format_gib(peak.fragmentation_bytes or 0)
+        rows.append(("peak reserved", f"{format_gib(peak.reserved_bytes)}, of which {lost} lost to fragmentation"))
     rows += _table(peak.breakdown, peak.allocated_bytes)
     rows += [(label, _largest(sizes)) for label, sizes in (
         ("activations of", peak.activations), ("unsharded in", peak.unsharded)
@@ -89,7 +91,9 @@ def show_changes(changes: Sequence[Change], *, planned: int, left: int) -> None:
         )
         for change in changes
     ]
-    count = f"{planned} change{'s' if planned != 1 else ''} planned" + (f", {left} more not in time" if left else "")
+    count = f"{planned} change{'s' if planned != 1 else ''} planned" + (
+        f", {left} more not in time: plan.changes={planned + left} plans all" if left else ""
+    )
     print(f"  {'what would save most' if rows else 'no change found that saves memory'} ({count})")
     overrides, sizes, *others = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else [0, 0]
     for change, size, *texts in rows:
@@ -103,6 +107,9 @@ def _verdict(made: Plan, cluster: ClusterConfig) -> str:
     if made.capacity_bytes is None or made.headroom_bytes is None:
         return f"{format_gib(peak.needed_bytes)} on each of {ranks}"
     fits = f"fits, with {format_gib(made.headroom_bytes)} to spare"
+    if peak.alloc_retries:
+        times = "once" if peak.alloc_retries == 1 else f"{peak.alloc_retries} times"
+        fits = f"just fits: cached memory must be released {times} in {WINDOW_STEPS} steps, which takes time"
     lacks = f"does not fit: {format_gib(-made.headroom_bytes)} too much"
     of = f"{format_gib(peak.needed_bytes)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
     return f"{fits if made.fits else lacks} ({of})"

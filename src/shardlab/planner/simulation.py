@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardlab import telemetry
 from shardlab.build import build, make_model
 from shardlab.config import Config
 from shardlab.errors import ConfigError, describe
@@ -107,15 +110,24 @@ def _simulate(
 
 
 def _problem(error: BaseException, ledger: Ledger) -> str:
-    """Why a model cannot be planned, with the operator and the module that stopped it."""
+    """Why a model cannot be planned, with the operator and the module that stopped it, and the line that called it."""
     operator, module = ledger.failed_at or ("its Python code", "")
-    where = f"model: {operator} in {module or 'the model itself'} cannot be planned"
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    where = f"model: {operator} in {module or 'the model itself'}{_line_of(error)} cannot be planned"
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)) or ".numpy()" in str(error):
         return (
-            f"{where}: what it returns depends on values, and a plan has shapes only; write it without, such as with "
-            "torch.where"
+            f"{where}: what it returns depends on values, as .item() and a branch on a tensor do, and a plan has only "
+            "shapes; write it without, such as with torch.where"
         )
-    return f"{where} ({describe(error)}): do model and data go together?"
+    advice = "do model and data go together?" if ledger.failed_at else "train.log has the traceback"
+    return f"{where} ({describe(error)}): {advice}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of code that led to an error and is neither PyTorch's nor what watches the operators."""
+    others = [Path(torch.__file__).parent, *(Path(file).parent for file in (telemetry.__file__, __file__))]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in others)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 class _Counter(StepCounter):

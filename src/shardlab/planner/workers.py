@@ -1,6 +1,7 @@
 """Forked processes that work beside this one, with all that it had imported and composed."""
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -80,8 +81,8 @@ class Workers(Generic[Task, Result]):
 
         Args:
             tasks: to do, the most important first.
-            start_until: `time.monotonic()` after which none is begun.
-            wait_until: when to leave those that are not done.
+            start_until: `time.monotonic()` after which none is begun; infinite = all are.
+            wait_until: when to leave those that are not done; infinite = never.
         """
         waiting = deque(tasks)
         while True:
@@ -93,7 +94,7 @@ class Workers(Generic[Task, Result]):
                 yield own, self._function(own)
             busy = [connection for connection, given in self._given.items() if given]
             seconds = 0.0 if own is not None else max(0.0, wait_until - time.monotonic())
-            ready = wait(busy, timeout=seconds) if busy else []
+            ready = wait(busy, timeout=None if math.isinf(seconds) else seconds) if busy else []
             if not ready and own is None:
                 return
             for connection in (connection for connection in busy if connection in ready):

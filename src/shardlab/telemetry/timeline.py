@@ -59,16 +59,18 @@ class _View:
         return self.phases[point - 1] + (f" of {module}" if module else "")
 
 
-def write_timeline(file: Path, ledger: Ledger, *, title: str) -> None:
+def write_timeline(file: Path, ledger: Ledger, *, title: str, note: str = "") -> None:
     """Writes an HTML page of the live memory of the ledger's device: over the last step, and over the whole window.
 
     Args:
         file: to write; it holds plotly.js too, about 5 MB.
         ledger: of a run or of a plan, when the window has ended.
         title: of the page, plain text.
+        note: about the peak, plain text.
     """
     views = _views(ledger)
-    peaks = "".join(f"<p>{html.escape(_peak_sentence(view))}</p>" for view in views)
+    sentences = [*map(_peak_sentence, views), *([note] if note else [])]
+    peaks = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     data = json.dumps([_drawn(view) for view in views], separators=(",", ":")).replace("<", "\\u003c")
     write_html(file, _BODY, {"TITLE": html.escape(title), "PEAKS": peaks, "VIEWS": data})
 

@@ -10,12 +10,12 @@ def format_count(count: float) -> str:
 
 
 def format_gib(nbytes: float) -> str:
-    """A size in bytes as GiB (2^30), as MiB below 0.1 GiB and as KiB below 0.1 MiB."""
+    """A size in bytes as GiB (2^30), as MiB below 0.1 GiB, as KiB below 0.1 MiB, and below 0.1 KiB as it is."""
     for size, unit in [(2**30, "GiB"), (2**20, "MiB")]:
         if abs(nbytes) >= 0.1 * size:
             number = nbytes / size
             return f"{number:.1f} {unit}" if unit == "MiB" or abs(number) >= 100 else f"{number:.2f} {unit}"
-    return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**10:.1f} KiB" if abs(nbytes) >= 0.1 * 2**10 or nbytes == 0 else f"{nbytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
