@@ -6,8 +6,7 @@
 
 A command begins a ```console block, after "$ "; a line that ends in a backslash goes on in the next one. It runs from
 the repository's root, in bash, and must succeed: so must each part of a pipe. Run folders are temporary, and appear as
-`outputs/...`; seconds appear as dots. How many changes a plan finds time for depends on the machine: such a command has
-it to itself.
+`outputs/...`; seconds appear as dots.
 """
 
 import argparse
@@ -65,14 +64,11 @@ def run(command: str) -> str | None:
 def run_all(wanted: list[str]) -> dict[str, str]:
     """What each command prints that succeeds; shows it as it comes."""
     outputs = {}
-    alone = [command for command in wanted if "plan.changes=0" not in command]
-    together = [command for command in wanted if command not in alone]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for group in (*([command] for command in alone), together):
-            for command, output in zip(group, pool.map(run, group), strict=True):
-                if output is not None:
-                    outputs[command] = output
-                    print(f"$ {command}\n{output}", flush=True)
+        for command, output in zip(wanted, pool.map(run, wanted), strict=True):
+            if output is not None:
+                outputs[command] = output
+                print(f"$ {command}\n{output}", flush=True)
     return outputs
 
 

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,13 @@ def compare(preset: str) -> dict[str, Any]:
     """Published and planned figures of a preset, in GiB, and the plans' errors in percent."""
     figure = FIGURES[preset]
     published = {"reserved_gib": figure.reserved_gib, "allocated_gib": figure.allocated_gib}
-    row: dict[str, Any] = {"source": figure.source, "published": _rounded(published)}
+    row: dict[str, Any] = {"source": figure.source, "published": published}
     for column, overrides in zip(COLUMNS, ((), figure.operators), strict=True):
         gib = plan(preset, *overrides)
         errors = {
             key.replace("_gib", "_error_pct"): 100 * (gib[key] / true - 1) for key, true in published.items() if true
         }
-        row[column] = _rounded(gib | errors)
+        row[column] = gib | errors
     return row
 
 
@@ -99,10 +98,6 @@ def show(preset: str, row: dict[str, Any]) -> None:
         if row["published"][f"{kind}_gib"] is not None:
             columns = (f"{row[c][f'{kind}_gib']:8.2f} {row[c][f'{kind}_error_pct']:+6.1f} %" for c in COLUMNS)
             print(f"{preset:38} {kind:9} {row['published'][f'{kind}_gib']:9.2f}", *columns, row["source"], flush=True)
-
-
-def _rounded(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    return {name: None if value is None else round(value, 3) for name, value in values.items()}
 
 
 def main() -> None:

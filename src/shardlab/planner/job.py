@@ -199,8 +199,8 @@ def _search(cfg: DictConfig, cluster: ClusterConfig, model: nn.Module) -> _Fit:
     def needed_bytes(value: int) -> int:
         plans[value] = plan_with_record(_parse(_with(cfg, key, value), cluster), cluster)
         made = plans[value][0]
-        fits = "fits" if made.fits else "does not fit"
-        print(f"  {f'{key}={value}':<24}  {format_gib(made.peak.needed_bytes):>10}  {fits}", flush=True)
+        fit = "does not fit" if not made.fits else "just fits" if made.peak.alloc_retries else "fits"
+        print(f"  {f'{key}={value}':<24}  {format_gib(made.peak.needed_bytes):>10}  {fit}", flush=True)
         return made.peak.needed_bytes
 
     value, tried = largest_that_fits(needed_bytes, capacity, values, start=start)
