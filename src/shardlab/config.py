@@ -178,6 +178,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
+_SCHEMA = OmegaConf.structured(Config)
 ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver("first_of", lambda *values: next((value for value in values if value), None))
 
@@ -186,7 +187,7 @@ def typed(cfg: DictConfig) -> DictConfig:
     """The config over the schema, which a run's own `config.yaml` is composed without."""
     if isinstance(cfg.mode, Mode):
         return cfg
-    merged = OmegaConf.merge(OmegaConf.structured(Config), cfg)
+    merged = OmegaConf.merge(_SCHEMA, cfg)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -207,7 +208,7 @@ def parse(cfg: DictConfig, *, world_size: int, nodes: int) -> Config:
     """
     # Over the schema once more: Hydra lets `+key=value` add what it lacks, and a run's config.yaml is composed without.
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    config: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))  # type: ignore
+    config: Config = OmegaConf.to_object(OmegaConf.merge(_SCHEMA, plain))  # type: ignore
     _check_ranges(config)
     _check_precision(config)
     return replace(

@@ -217,6 +217,29 @@ def test_a_model_that_cannot_be_planned_is_told_the_operator_and_the_module_that
         plan("model=custom", f"model._target_={__name__}.Branching", "data=random_classes")
 
 
+class Broken(Branching):
+    """Its own code fails, in no operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return {}["missing"]  # type: ignore
+
+
+class Reading(Branching):
+    """Leaves PyTorch for NumPy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * float(x.detach().cpu().numpy().sum())
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (Broken, r"its Python code in the model itself \(test_plan_job.py:\d+\) .*KeyError: 'missing'.* train.log has the"),
+    (Reading, r"\(test_plan_job.py:\d+\) cannot be planned: what it returns depends on values"),
+])  # fmt: skip
+def test_a_model_that_fails_in_its_own_code_is_told_the_line(plan, model, message):
+    with pytest.raises(ConfigError, match=message):
+        plan("model=custom", f"model._target_={__name__}.{model.__name__}", "data=random_classes")
+
+
 # ---- the command
 
 
