@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
@@ -87,6 +86,8 @@ class QuickFakeMode(FakeTensorMode):
         out_dtype: torch.dtype | None = None,
     ) -> FakeTensor:
         """Mixture of experts: PyTorch's own meta kernel takes nothing but bf16, where its real ones do."""
+        from torch._meta_registrations import _create_grouped_mm_output_tensor  # PyTorch's own, by version
+
         with in_kernel_invocation_manager(self):
             out = _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype or mat_a.dtype)
         return FakeTensor(self, out, mat_a.fake_device)
