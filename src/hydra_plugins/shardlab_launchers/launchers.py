@@ -21,7 +21,7 @@ class TorchrunConfig:
     _target_: str = "hydra_plugins.shardlab_launchers.launchers.TorchrunLauncher"
     nproc_per_node: int | str = "auto"  # ranks on each node; auto: one for each GPU, 2 where there are none
     nnodes: int = 1  # above 1: start the same sweep on each node, with its own node_rank and the same rdzv_endpoint
-    node_rank: int = 0  # the sweep on node 0 keeps the records
+    node_rank: int = 0  # only the sweep on node 0 keeps records: none of several nodes is resumed (sweep.resume)
     rdzv_endpoint: str | None = None  # host:port of node 0; job k takes port + k. One node: a free port for each job
     max_restarts: int = 0  # of a job whose rank failed, from its beginning
     timeout_s: float | None = None  # after which a job is ended, and has failed; null = never

@@ -53,7 +53,8 @@ def launch(
         first_number: of the first one.
 
     Returns:
-        For each combination what `sweep.objectives` names; None for a job that did not complete.
+        For each combination what `sweep.objectives` names; None for a job that did not complete, and where another
+        node keeps the records.
 
     Raises:
         ConfigError: where the sweep cannot begin.
@@ -68,6 +69,7 @@ def launch(
         first_number=first_number,
         ranks=f"{runner.nnodes} x {runner.ranks_per_node}",
     )
+    runner.check(tasks)
     with stop_on_signals() as stop:
         batch = _Batch(runner, tasks, program=program_of(task_function), config=config, stop=stop)
         batch.run()
@@ -86,7 +88,7 @@ def launch(
             working_dir=str(task.folder),
             task_name=config.hydra.job.name,
             status=JobStatus.COMPLETED,
-            _return_value=objectives(batch.summaries[task.number], config.sweep.objectives),
+            _return_value=objectives(batch.summaries[task.number], config.sweep.objectives) if runner.writes else None,
         )
         for overrides, task in zip(job_overrides, batch.tasks, strict=True)
     ]
@@ -270,7 +272,8 @@ class _Batch:
         self._name(task)
 
     def _processes_ended(self, task: Task, ended: Ended) -> None:
-        if not self.runner.writes:
+        if not self.runner.writes:  # the node that does knows what became of the job
+            self._show(task, f"its ranks on this node have ended (exit code {ended.code}), {ended.seconds:.1f} s")
             return
         summary = settle(task.folder, ended, timeout_s=self.runner.timeout_s, interrupted=self.stop.signal is not None)
         self._ended(task, summary, ended.seconds)
@@ -299,13 +302,16 @@ class _Batch:
         self._tell(task, summary, None)
 
     def _tell(self, task: Task, summary: Mapping[str, Any], seconds: float | None) -> None:
-        """Shows what became of a job, below its name where that was shown at its start."""
         self.summaries[task.number] = summary
         self._sweep.failed |= summary["status"] == Status.failed.value
+        self._show(task, result_line(summary, seconds))
+
+    def _show(self, task: Task, ending: str) -> None:
+        """Shows what became of a job, below its name where that was shown at its start."""
         if task.number != self._named:
             self._name(task)
         self._named = None
-        print(f"       {result_line(summary, seconds)}", flush=True)
+        print(f"       {ending}", flush=True)
 
     def _name(self, task: Task) -> None:
         self._named = task.number

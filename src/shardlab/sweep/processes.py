@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 LOG_FILE = "launch.log"  # what a job's processes print
-MARK = "SHARDLAB_SWEEP_JOB"  # environment variable by which the processes of a job are known
+MARK = "SHARDLAB_SWEEP_JOB"  # environment variable by which the processes of a job on a node are known
 
 
 def torchrun_arguments(ranks: int, *, nodes: int = 1, node: int = 0, endpoint: str = "", job_id: str = "") -> list[str]:
@@ -32,11 +32,21 @@ def torchrun_arguments(ranks: int, *, nodes: int = 1, node: int = 0, endpoint: s
     ]
 
 
+def log_name(node: int) -> str:
+    """What a node's ranks print to."""
+    return f"launch.node{node}.log" if node else LOG_FILE
+
+
+def mark_of(folder: Path, node: int) -> str:
+    """The value of `MARK`: another one for each node, since several may be on one machine."""
+    return f"{node}:{folder}"
+
+
 def start_torchrun(
     arguments: Sequence[str],
     *,
     folder: Path,
-    exit_codes: Path,
+    node: int,
     log: IO[bytes],
     environment: Mapping[str, str],
     **more: Any,
@@ -46,14 +56,14 @@ def start_torchrun(
     Args:
         arguments: of torchrun.
         folder: of the job.
-        exit_codes: where the ranks that failed are told, for `read_exit_codes`.
+        node: this one, from 0.
         log: what it prints to.
         environment: all of it.
         **more: of `subprocess.Popen`.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "shardlab.sweep.elastic", str(exit_codes), *arguments],
-        env={**environment, MARK: str(folder)},
+        [sys.executable, "-m", "shardlab.sweep.elastic", str(_exit_codes_file(folder, node)), *arguments],
+        env={**environment, MARK: mark_of(folder, node)},
         stdin=subprocess.PIPE,  # closes with this process
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -61,8 +71,13 @@ def start_torchrun(
     )
 
 
-def read_exit_codes(file: Path) -> dict[str, int]:
-    """The exit codes of ranks that failed, negative for signals; the file is removed."""
+def take_exit_codes(folder: Path, node: int) -> dict[str, int]:
+    """The exit codes of a node's ranks that failed, negative for signals; the file that has them is removed."""
+    file = _exit_codes_file(folder, node)
     codes = json.loads(file.read_text()) if file.exists() else {}
     file.unlink(missing_ok=True)
     return codes
+
+
+def _exit_codes_file(folder: Path, node: int) -> Path:
+    return folder / f".node{node}.exit_codes"

@@ -50,6 +50,9 @@ class Runner(Protocol):
     def by_hand(self, program: str, arguments: Sequence[str]) -> list[str]:
         """The command that runs one job without a sweep."""
 
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Raises ConfigError where a sweep of these tasks cannot be run so; called before anything is written."""
+
     def run(
         self,
         tasks: Sequence[Task],

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardlab.errors import ConfigError
 from shardlab.run_folder import Status
+from shardlab.sweep.processes import log_name
 from shardlab.sweep.runner import CPU_RANKS, Ended, check_least, check_nproc
 from shardlab.sweep.slurm_node import (
     CANCEL_FILE,
@@ -21,7 +22,6 @@ from shardlab.sweep.slurm_node import (
     TIME_LIMIT,
     NodeTask,
     earlier_attempts,
-    log_name,
     report_file,
 )
 from shardlab.sweep.slurm_states import LOST, OVER, Watch, ask
@@ -105,6 +105,9 @@ class Slurm:
             meet = ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
             torchrun = [*on_each, *torchrun, *meet]
         return [*torchrun, program, *arguments]
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Nothing here depends on them."""
 
     def run(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 from shardlab.files import write_json
 from shardlab.interrupt import exists
 from shardlab.sweep import processes
-from shardlab.sweep.processes import LOG_FILE, read_exit_codes, start_torchrun
+from shardlab.sweep.processes import log_name, start_torchrun, take_exit_codes
 
 CANCEL_FILE = ".cancel"  # asks a job on this machine to end; one of Slurm's is sent a signal
 SUBMISSION = "slurm"  # folder of what submitit writes
@@ -85,13 +85,12 @@ class NodeTask:
         if place.node == 0 and set_aside(folder) > self.max_requeues:
             self._report(1, ended_by=PREEMPTED)
             return
-        exit_codes = report_file(folder, place.node).with_suffix(".exit_codes")
         arguments = [*torchrun_arguments(place, self.ranks), *self.command]
         with (folder / log_name(place.node)).open("ab") as log:
             self._process = start_torchrun(
                 arguments,
                 folder=folder,
-                exit_codes=exit_codes,
+                node=place.node,
                 log=log,
                 environment={**os.environ, **self.environment},
                 # Slurm sends it to all processes of the job; it is for this one.
@@ -101,7 +100,7 @@ class NodeTask:
         code = self._process.returncode
         if code >= 128 and self.launcher is None:
             _hold(place.job_id)
-        self._report(code, read_exit_codes(exit_codes))
+        self._report(code, take_exit_codes(folder, place.node))
 
     def checkpoint(self) -> Any:
         """Ends the ranks before the job is re-queued, or at the end of its time.
@@ -190,11 +189,6 @@ def earlier_attempts(folder: Path) -> list[Path]:
 def report_file(folder: Path, node: int) -> Path:
     """Where a node tells how its ranks ended."""
     return folder / f".node{node}.json"
-
-
-def log_name(node: int) -> str:
-    """What a node's ranks print to."""
-    return f"launch.node{node}.log" if node else LOG_FILE
 
 
 def _address(host: str) -> str:

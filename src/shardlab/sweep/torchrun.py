@@ -12,7 +12,7 @@ import torch
 
 from shardlab.distributed import environment_of_no_rank
 from shardlab.errors import ConfigError
-from shardlab.sweep.processes import LOG_FILE, MARK, read_exit_codes, start_torchrun, torchrun_arguments
+from shardlab.sweep.processes import MARK, log_name, mark_of, start_torchrun, take_exit_codes, torchrun_arguments
 from shardlab.sweep.runner import CPU_RANKS, Ended, check_least, check_nproc
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
@@ -84,6 +84,18 @@ class Torchrun:
     def by_hand(self, program: str, arguments: Sequence[str]) -> list[str]:
         return ["torchrun", *self._torchrun_arguments(None), program, *arguments]
 
+    def check(self, tasks: Sequence[Task]) -> None:
+        if self.nnodes == 1:
+            return
+        resume, sweeper = tasks[0].cfg.sweep.resume, tasks[0].composed.hydra.runtime.choices["hydra/sweeper"]
+        with_nodes = f"hydra.launcher.nnodes={self.nnodes}: only node 0 has results"
+        if resume is not None:
+            raise ConfigError(
+                f"sweep.resume={resume} cannot be used with {with_nodes}; start a new sweep of what is left to do"
+            )
+        if sweeper != "basic":
+            raise ConfigError(f"hydra/sweeper={sweeper} cannot be used with {with_nodes}; use hydra/sweeper=basic")
+
     def run(
         self,
         tasks: Sequence[Task],
@@ -103,7 +115,7 @@ class Torchrun:
                     task = waiting.pop(0)
                     started(task)
                     arguments = [*self._torchrun_arguments(task), *command(task)]
-                    running[slot] = _Running(task, arguments, {**environment, **self.env, **own})
+                    running[slot] = _Running(task, self.node_rank, arguments, {**environment, **self.env, **own})
             time.sleep(_POLL_SECONDS)
             for slot, job in list(running.items()):
                 if job.is_over(self.timeout_s, stop):
@@ -135,20 +147,20 @@ class Torchrun:
 
 
 class _Running:
-    """A job whose processes run."""
+    """A job whose processes run on this node. Others may share its folder."""
 
-    def __init__(self, task: Task, arguments: Sequence[str], environment: dict[str, str]):
+    def __init__(self, task: Task, node: int, arguments: Sequence[str], environment: dict[str, str]):
         self.task = task
-        self._exit_codes = task.folder / ".exit_codes.json"
-        read_exit_codes(self._exit_codes)  # removes those of an earlier start
+        self._node = node
+        take_exit_codes(task.folder, node)  # those of an earlier start
         self._start = time.monotonic()
         self._asked: float | None = None  # when it was asked to end
         self._timed_out = False
-        with (task.folder / LOG_FILE).open("wb") as log:
+        with (task.folder / log_name(node)).open("wb") as log:
             self._process = start_torchrun(
                 arguments,
                 folder=task.folder,
-                exit_codes=self._exit_codes,
+                node=node,
                 log=log,
                 environment=environment_of_no_rank() | environment,
                 start_new_session=True,  # a terminal's Ctrl-C does not reach it: it would be told twice
@@ -174,7 +186,7 @@ class _Running:
         self._kill()  # what torchrun may have left behind
         assert self._process.stdin is not None
         self._process.stdin.close()
-        codes = read_exit_codes(self._exit_codes)
+        codes = take_exit_codes(self.task.folder, self._node)
         return Ended(self._process.wait(), seconds, {int(rank): code for rank, code in codes.items()}, self._timed_out)
 
     def _ask(self, signum: int) -> None:
@@ -185,7 +197,7 @@ class _Running:
         """Ranks have sessions of their own: only the environment tells whose they are."""
         if self._process.poll() is None:
             self._process.kill()
-        mark = f"{MARK}={self.task.folder}".encode()
+        mark = f"{MARK}={mark_of(self.task.folder, self._node)}".encode()
         for file in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # gone meanwhile, or another user's
                 if mark in file.read_bytes().split(b"\0"):
