@@ -1,7 +1,6 @@
 """Sweeps from the command line: `python train.py -m`, real torchruns, and all that can go wrong in one."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -137,11 +136,14 @@ def test_each_ending_has_its_reason_within_seconds(misbehaved: tuple[Path, Ended
 # ---- Ctrl-C, and sweeps that cannot begin
 
 
-def test_ctrl_c_ends_the_running_job_and_keeps_what_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, 2])  # the second one does not wait for the ranks
+def test_ctrl_c_ends_the_running_job_and_keeps_what_is_done(tmp_path: Path, times: int) -> None:
     (tmp_path / "users.py").write_text(USERS_MODULE)
     command = sweep(tmp_path, *CUSTOM, "+data.does=sleep,nothing")
     command.wait_until(lambda: (tmp_path / "asleep").exists())
-    os.kill(command.process.pid, signal.SIGINT)
+    for _ in range(times):
+        command.interrupt()
+        time.sleep(0.3)
     ended = command.wait()
     assert ended.code == 130
     record, jobs = read_sweep(tmp_path / "sweep")

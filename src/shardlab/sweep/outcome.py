@@ -44,12 +44,14 @@ def _verdict(
         return ended.said
     if ended.timed_out:
         return Status.failed, f"not finished after hydra.launcher.timeout_s={timeout_s:g}"
+    if (
+        interrupted
+    ):  # before what was killed: a second signal kills what has not ended, and torchrun ranks that are stuck
+        return Status.interrupted, None
     killed = [rank for rank, code in ended.exit_codes.items() if code == -signal.SIGKILL]
     if killed or ended.code == -signal.SIGKILL:
         who = f"rank {killed[0]}" if killed else "torchrun"
         return Status.killed, f"{who} was killed (SIGKILL), perhaps by the kernel for its memory (see dmesg)"
-    if interrupted:
-        return Status.interrupted, None
     if status is Status.running:
         error = last_error(folder)
     # Not a failure: the combination is one that cannot be run.
