@@ -68,10 +68,10 @@ def test_each_node_has_a_log_of_its_own(nodes: tuple[list[Job], list[Ended]]) ->
 # ---- what cannot be run on several nodes
 
 
-def task(resume: str | None = None, sweeper: str = "basic") -> Any:
+def task(number: int = 0, resume: str | None = None, sweeper: str = "basic") -> Any:
     hydra = {"runtime": {"choices": {"hydra/sweeper": sweeper}}}
     cfg = {"sweep": {"resume": resume}}
-    return SimpleNamespace(composed=OmegaConf.create({"hydra": hydra}), cfg=OmegaConf.create(cfg))
+    return SimpleNamespace(number=number, composed=OmegaConf.create({"hydra": hydra}), cfg=OmegaConf.create(cfg))
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,16 @@ def test_what_needs_the_results_is_refused_on_all_nodes(node: int, settings: dic
     with pytest.raises(ConfigError, match=words):
         two.check([task(**settings)])
     Torchrun().check([task(**settings)])
+
+
+@pytest.mark.parametrize("endpoint", [None, "first", "first:abc", "first:0", ":29500"])
+def test_nodes_must_know_where_to_meet(endpoint: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"hydra.launcher.rdzv_endpoint={endpoint} must be host:port"):
+        Torchrun(nnodes=2, rdzv_endpoint=endpoint)
+
+
+def test_each_job_must_have_a_port() -> None:
+    two = Torchrun(nnodes=2, rdzv_endpoint="first:65534")
+    two.check([task(0), task(1)])
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint=first:65534 .* the port must be at most 65533"):
+        two.check([task(0), task(1), task(2)])

@@ -1,6 +1,7 @@
 """Runs the jobs of a sweep on this machine, each in a torchrun of its own."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from shardlab.sweep.runner import CPU_RANKS, Ended, check_least, check_nproc
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
 
+_ENDPOINT = re.compile(r"(.+):([1-9]\d*)")  # host:port
+_LAST_PORT = 65_535
 _POLL_SECONDS = 0.05
 # A rank that is stuck leaves 8 s after it was asked to; torchrun itself sends SIGKILL after 30 s.
 _PATIENCE_SECONDS = 45.0
@@ -44,7 +47,7 @@ class Torchrun:
         check_nproc(self.nproc_per_node, auto=f"one for each GPU, {CPU_RANKS} where there are none")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ConfigError(f"hydra.launcher.timeout_s={self.timeout_s} must be positive, or null for no limit")
-        if self.nnodes > 1 and (self.rdzv_endpoint is None or ":" not in self.rdzv_endpoint):
+        if self.nnodes > 1 and not _ENDPOINT.fullmatch(self.rdzv_endpoint or ""):
             raise ConfigError(
                 f"hydra.launcher.rdzv_endpoint={self.rdzv_endpoint} must be host:port of the first node where "
                 f"hydra.launcher.nnodes={self.nnodes}: start the same sweep on each node, with its own "
@@ -95,6 +98,11 @@ class Torchrun:
             )
         if sweeper != "basic":
             raise ConfigError(f"hydra/sweeper={sweeper} cannot be used with {with_nodes}; use hydra/sweeper=basic")
+        if self._endpoint(tasks[-1].number)[1] > _LAST_PORT:
+            raise ConfigError(
+                f"hydra.launcher.rdzv_endpoint={self.rdzv_endpoint} leaves no port to the last of {len(tasks)} jobs, "
+                f"each of which takes the next one: the port must be at most {_LAST_PORT - tasks[-1].number}"
+            )
 
     def run(
         self,
@@ -130,12 +138,15 @@ class Torchrun:
         starts = range(0, each * self.parallel_jobs, each)
         return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[start : start + each])} for start in starts]
 
+    def _endpoint(self, number: int) -> tuple[str, int]:
+        """Host and port where the nodes of a job meet: a port for each job, and the same on all nodes."""
+        found = _ENDPOINT.fullmatch(self.rdzv_endpoint or "")
+        assert found is not None
+        return found[1], int(found[2]) + number
+
     def _torchrun_arguments(self, task: Task | None) -> list[str]:
-        number, endpoint = task.number if task else 0, ""
-        if self.nnodes > 1:
-            assert self.rdzv_endpoint is not None
-            host, port = self.rdzv_endpoint.rsplit(":", 1)
-            endpoint = f"{host}:{int(port) + number}"  # a port for each job, and the same on all nodes
+        number = task.number if task else 0
+        endpoint = "{}:{}".format(*self._endpoint(number)) if self.nnodes > 1 else ""
         arguments = torchrun_arguments(
             self.ranks_per_node, nodes=self.nnodes, node=self.node_rank, endpoint=endpoint, job_id=str(number)
         )
