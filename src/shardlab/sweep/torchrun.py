@@ -74,7 +74,7 @@ class Torchrun:
     def ranks_per_node(self) -> int:
         if isinstance(self.nproc_per_node, int):
             return self.nproc_per_node
-        return len(self._gpus) // self.parallel_jobs or CPU_RANKS
+        return max(1, len(self._gpus) // self.parallel_jobs) if self._gpus else CPU_RANKS
 
     @property
     def world_size(self) -> int:
