@@ -90,6 +90,20 @@ def test_a_sweep_ends_with_a_table_a_report_and_advice(resumed: tuple[Path, list
     assert "torchrun --nproc-per-node 2" in ended.out
 
 
+def test_a_job_runs_again_where_its_environment_has_changed(tmp_path: Path) -> None:
+    def done_before(environment: str) -> bool:
+        resume = ["sweep.resume=sweep"] if (tmp_path / "sweep").exists() else []
+        ended = sweep(tmp_path, "mode=plan", f"+hydra.launcher.env={environment}", *resume).wait()
+        assert ended.code == 0, ended.err
+        return "1 of them done before" in ended.out
+
+    assert [done_before(environment) for environment in ("{A: b, C: d}", "{C: d, A: b}", "{A: c, C: d}")] == [
+        False, True, False
+    ]  # fmt: skip
+    (job,) = jobs_of(tmp_path)
+    assert (job.record.number, job.status) == (1, "completed")
+
+
 # ---- jobs that end in every other way
 
 WAYS = ("nothing", "exceed", "die", "raise", "sleep", "allocate")

@@ -68,6 +68,7 @@ def launch(
         config=config,
         first_number=first_number,
         ranks=f"{runner.nnodes} x {runner.ranks_per_node}",
+        environment=runner.env,
     )
     runner.check(tasks)
     with stop_on_signals() as stop:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def compose(
     config: DictConfig,
     first_number: int,
     ranks: str,
+    environment: Mapping[str, str],
 ) -> list[Task]:
     """Composes each combination, as Hydra's own launchers do.
 
@@ -76,6 +77,7 @@ def compose(
         config: of the sweep.
         first_number: of the first combination.
         ranks: how many there are, in words.
+        environment: that is added to theirs.
     """
     tasks = []
     for number, overrides in enumerate(job_overrides, first_number):
@@ -87,7 +89,7 @@ def compose(
             composed.hydra.job.id = composed.hydra.job.num = number
         cfg = typed(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         own = tuple(o for o in filter_overrides(overrides) if not o.lstrip("+~").startswith(("hydra/", "sweep.")))
-        tasks.append(Task(number, own, composed, cfg, digest_of(cfg, ranks), _folder(composed)))
+        tasks.append(Task(number, own, composed, cfg, digest_of(cfg, ranks, environment), _folder(composed)))
     return tasks
 
 
@@ -104,8 +106,8 @@ def program_of(task_function: TaskFunction) -> str:
     return min(file, os.path.relpath(file), key=len)
 
 
-def digest_of(cfg: DictConfig, ranks: str) -> str:
-    """A short hash of what decides what a job does: its ranks and its config, but for what is only tracking."""
+def digest_of(cfg: DictConfig, ranks: str, environment: Mapping[str, str]) -> str:
+    """A short hash of what decides what a job does: ranks, environment, config; but for what is only tracking."""
     plain: dict[Any, Any] = {
         key: OmegaConf.to_container(cfg[key], resolve=True, enum_to_str=True)
         if OmegaConf.is_config(cfg[key])
@@ -113,7 +115,9 @@ def digest_of(cfg: DictConfig, ranks: str) -> str:
         for key in cfg
         if key not in ("sweep", "tracking")
     }
-    return hashlib.sha256(json.dumps([plain, ranks], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    # Without an environment as of sweeps that were made before it counted.
+    decides = [plain, ranks, dict(environment)] if environment else [plain, ranks]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def arguments(task: Task, config: DictConfig) -> list[str]:
