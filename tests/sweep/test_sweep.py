@@ -168,6 +168,24 @@ def test_ctrl_c_ends_the_running_job_and_keeps_what_is_done(tmp_path: Path, time
     assert ended.tracebacks == 0, ended.err
 
 
+def test_a_sweep_that_still_runs_is_not_resumed(tmp_path: Path) -> None:
+    running, other = tmp_path / "running", tmp_path / "other"
+    for folder in (running, other):
+        folder.mkdir()
+        (folder / "users.py").write_text(USERS_MODULE)
+    command = sweep(running, *CUSTOM, "+data.does=sleep")
+    command.wait_until(lambda: (running / "asleep").exists())
+    refused = Command(other, "-m", *QUICK, *STEPS, *CUSTOM, "+data.does=sleep", f"sweep.resume={running}/sweep").wait()
+    command.interrupt()
+    command.wait()
+    assert refused.code == 2
+    assert refused.errors == [
+        f"error: hydra.sweep.dir={running}/sweep: a sweep is still at work there; wait for its end, or name another "
+        "folder"
+    ]
+    assert [job.status for job in jobs_of(running)] == ["interrupted"] and not (running / "sweep/superseded").exists()
+
+
 def test_a_sweep_of_nothing_but_contradictions_is_a_mistake(tmp_path: Path) -> None:
     ended = sweep(tmp_path, "sharding=hybrid_shard", "sharding.replicas=3,5").wait()
     assert ended.code == 2

@@ -23,7 +23,7 @@ from shardlab.launch import one_line
 from shardlab.run_folder import RunFolder, Status
 from shardlab.sweep.objectives import check_objectives, objectives
 from shardlab.sweep.outcome import result_line, settle
-from shardlab.sweep.records import Job, JobRecord, SweepRecord, read_sweep, write_job, write_sweep
+from shardlab.sweep.records import Job, JobRecord, SweepRecord, claim, read_sweep, write_job, write_sweep
 from shardlab.sweep.runner import Ended, Runner
 from shardlab.sweep.stop import Stop, stop_on_signals
 from shardlab.sweep.tasks import Task, arguments, compose, in_folder, program_of, renumbered
@@ -165,6 +165,7 @@ class _Batch:
         if not self.runner.writes:
             return []
         if self._sweep.record is None:
+            claim(self.folder)
             holds_one = (self.folder / "sweep.json").exists()
             resume = self.settings.resume
             if holds_one and resume is None:

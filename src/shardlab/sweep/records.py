@@ -5,7 +5,9 @@ A sweep folder (`hydra.sweep.dir`) holds `sweep.json` and one folder a job. A jo
 no rank could (`killed`, `skipped`, ...).
 """
 
+import fcntl
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -66,6 +68,24 @@ class Job:
     @property
     def status(self) -> str:
         return self.summary["status"]
+
+
+def claim(folder: Path) -> None:
+    """Makes a sweep's folder this process's own until it ends.
+
+    Raises:
+        ConfigError: where another sweep is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # stays open: the kernel lets go of it with the process
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"hydra.sweep.dir={folder}: a sweep is still at work there; wait for its end, or name another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def write_job(folder: Path, record: JobRecord) -> None:
