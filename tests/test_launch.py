@@ -183,6 +183,12 @@ def test_a_multirun_in_one_process_runs_jobs_one_after_another(folder: Path) -> 
     assert summaries[0]["loss"] != summaries[1]["loss"]
 
 
+def test_a_sweep_is_not_gone_on_with_by_a_single_run(folder: Path) -> None:
+    ended = run(folder, *QUICK, "sweep.resume=/nowhere")
+    assert ended.code == 2
+    assert ended.err == "error: sweep.resume=/nowhere is of a multirun: add -m\n"
+
+
 def test_hydra_s_errors_are_one_line_too(folder: Path) -> None:
     ended = run(folder, "sharding=nope")
     assert (ended.code, ended.out) == (2, "")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -83,6 +84,8 @@ def _run(cfg: DictConfig) -> dict[str, Any] | None:
         place, hydra = ranks(), HydraConfig.get()
         folder = RunFolder(Path(hydra.runtime.output_dir))
         choices = {group: str(choice) for group, choice in hydra.runtime.choices.items()}
+        if cfg.sweep.resume is not None and hydra.mode is not RunMode.MULTIRUN:
+            raise ConfigError(f"sweep.resume={cfg.sweep.resume} is of a multirun: add -m")
         # What is imported below imports FSDP, which takes seconds: a mistake found before is told without it.
         if typed(cfg).mode is Mode.plan:
             from shardlab.planner.job import plan
