@@ -126,6 +126,16 @@ def test_no_memory_left_on_one_rank_is_told_with_what_was_in_use(folder: Path) -
     assert ended.errors[0].endswith(f"traceback in {folder / 'run' / 'train.log'}")
 
 
+def test_no_memory_left_in_the_first_step_is_told_with_its_peak(folder: Path) -> None:
+    assert train(folder, *USERS_DATA, f"+model.scratch_bytes={1 << 50}", ranks=2).wait().code == 1
+    summary = summary_of(folder)
+    assert (summary["status"], summary["steps"]) == ("oom", 0)
+    memory = summary["memory"]
+    assert memory["phase"] == "forward"
+    assert memory["breakdown"]["parameters"] > 0 and memory["breakdown"]["unsharded_parameters"] > 0
+    assert sum(memory["breakdown"].values()) == memory["allocated_peak_bytes"]
+
+
 def test_a_rank_that_is_killed_fails_the_run(folder: Path) -> None:
     ended = train(folder, *USERS_DATA, "+data.does=die", ranks=2).wait()
     assert ended.code == 1

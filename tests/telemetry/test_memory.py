@@ -121,6 +121,20 @@ def test_the_windows_peak_is_that_of_its_steps_and_of_build():
     assert (summary["run_allocated_peak_bytes"], summary["run_reserved_peak_bytes"]) == (1000, 1000)
 
 
+def test_a_step_that_fails_counts_as_far_as_it_came():
+    device = FakeGpu(CPU)
+    device.peaks.update(allocated_peak=10, reserved_peak=40)
+    meter = meter_on(device)
+    with pytest.raises(MemoryError), meter.step(1, []):
+        device.peaks.update(allocated_peak=60, reserved_peak=90)
+        _ = torch.zeros(100)
+        raise MemoryError
+    summary = meter.summary()
+    assert (summary["allocated_peak_bytes"], summary["reserved_peak_bytes"]) == (60, 90)
+    assert summary["breakdown"] is not None and sum(summary["breakdown"].values()) == 400
+    assert summary["phase"] == "forward"
+
+
 def test_a_cpu_has_no_allocator_peaks_and_no_peak_before_a_step():
     summary = meter_on(Cpu(CPU)).summary()
     peaks = [summary[f"{prefix}{name}_peak_bytes"] for prefix in ("", "run_") for name in ("allocated", "reserved")]

@@ -163,7 +163,7 @@ class Ledger(TorchDispatchMode):
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
             self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
         for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin_update(model)))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.learn(model)))
             self._hooks.append(optimizer.register_step_post_hook(self._end_update))
 
     def close(self) -> None:
@@ -188,6 +188,15 @@ class Ledger(TorchDispatchMode):
             for tensor in batch:
                 if tensor.device.type == self.device:
                     self._track(tensor, makes_storage=True)
+
+    def learn(self, model: nn.Module) -> None:
+        """Learns what is a gradient and what a gathered parameter: where an update begins, or a step has failed."""
+        for name, parameter in model.named_parameters():
+            self._label([parameter.grad], Category.gradients)
+            self._name(parameter.grad, name)
+        for unit, tensor in _gathered_parameters(model):
+            self._label([tensor], Category.unsharded_parameters)
+            self._name(tensor, unit)
 
     def peak(self, device: str | None = None) -> Peak:
         """The most that was allocated at a time, and of what; on the ledger's device or on that of another type."""
@@ -319,14 +328,6 @@ class Ledger(TorchDispatchMode):
         elif name.startswith(_CHUNK_CAT):
             self._label(args[0], Category.unsharded_gradients)
             self._label(tree_leaves((args[1:], kwargs)), Category.communication)
-
-    def _begin_update(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self._label([parameter.grad], Category.gradients)
-            self._name(parameter.grad, name)
-        for unit, tensor in _gathered_parameters(model):
-            self._label([tensor], Category.unsharded_parameters)
-            self._name(tensor, unit)
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._label(_state(optimizer), Category.optimizer)

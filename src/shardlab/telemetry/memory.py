@@ -71,9 +71,14 @@ class MemoryMeter:
         self.reset_peak()
         with self._ledger:
             self._ledger.begin_step(micro_batches)
-            yield
-        self._note_peaks(self._window_peak)
-        self._window = self._ledger.peak()
+            try:
+                yield
+            except BaseException:  # out of memory, as a rule in the first step: then its peak is all there is
+                self._ledger.learn(self._model)
+                raise
+            finally:
+                self._note_peaks(self._window_peak)
+                self._window = self._ledger.peak()
         if number == WINDOW_STEPS:
             self._ledger.close()
 
