@@ -1,10 +1,11 @@
 """What the screen says at the end of a sweep: readable in 80 columns, on a terminal and in a file."""
 
 import io
+import json
 
 from shardlab.sweep.results import read_results
 from shardlab.sweep.screen import show
-from tests.sweep.folders import completed, ended, write_finished_sweep, write_jobs
+from tests.sweep.folders import BREAKDOWN, GIB, completed, ended, write_finished_sweep, write_jobs
 
 
 def shown(folder, *, columns=80, **settings) -> list[str]:
@@ -55,6 +56,28 @@ def test_what_did_not_complete_comes_after_the_table_with_its_reason(tmp_path):
     assert "step 1/50" in below  # of the log of the job that failed
     assert below.count("step 1/50") == 1
     assert lines[1] == "  8 jobs: 4 completed, 1 oom, 1 failed, 1 killed, 1 skipped"
+
+
+def test_what_memory_was_taken_by_is_shown_of_what_ran_out_of_it(tmp_path):
+    oom = ended("oom", "no memory", oom=True)
+    oom["memory"] |= {"allocated_peak_bytes": 90 * GIB, "reserved_peak_bytes": 95 * GIB}
+    oom["memory"]["breakdown"] = {name: mib * GIB for name, mib in BREAKDOWN.items()}
+    write_jobs(tmp_path, [("seed=1", oom), ("seed=2", ended("killed", "SIGKILL")), ("seed=3", ended("failed", "x"))])
+    breakdown = {"unsharded_parameters": 7 * GIB, "inputs": 1 * GIB, "other": 0}
+    for number in (1, 2):
+        peak = {"allocated_bytes": 8 * GIB, "reserved_bytes": None, "breakdown": breakdown}
+        (tmp_path / str(number) / "plan.json").write_text(json.dumps({"peak": peak}))
+    lines = shown(tmp_path)
+    assert lines[3:8] == [
+        "  job 0 oom (seed=1): no memory",
+        "      measured peak 95.00 GiB: activations 33.00 GiB, optimizer 6.00 GiB,",
+        "        parameters 3.00 GiB",
+        "      planned peak 0.12 GiB",
+        "  job 1 killed (seed=2): SIGKILL",
+    ]
+    assert lines[8] == "      planned peak 8.00 GiB: unsharded parameters 7.00 GiB, inputs 1.00 GiB"
+    assert lines[9].startswith("  job 2 failed")  # whose memory is not why
+    assert "peak" not in "".join(lines[9:])
 
 
 def test_a_job_that_failed_without_a_reason_shows_the_end_of_its_log(tmp_path):

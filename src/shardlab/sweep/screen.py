@@ -1,6 +1,7 @@
 """What the screen says at the end of a sweep: a table of what completed, what did not and why, and what to use."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from shardlab.tracking.formats import format_gib
 
 STATUS_STYLE = {"running": "yellow", "interrupted": "yellow", "skipped": "yellow"}  # any other is bad news
 LOG_LINES = 3  # of a job that failed
+CATEGORIES = 3  # of what a job's memory was taken by
 _INDENT, _GAP = 2, 2
 
 
@@ -116,11 +118,32 @@ def _show_other(results: Results, row: Row, console: rich.console.Console) -> No
     lines = log_tail(results.job(row["job"]), LOG_LINES) if row["status"] == "failed" else []
     reason = row["error"] or (lines.pop() if lines else "")
     head = f"job {row['job']} {row['status']}" + (f" ({label})" if label else "") + (f": {reason}" if reason else "")
-    for line in textwrap.wrap(head, console.width - _INDENT, subsequent_indent="    ", break_on_hyphens=False):
+    for line in _wrapped(head, console, indent="    "):
         console.print(f"  {line}", soft_wrap=True, style=STATUS_STYLE.get(row["status"], "red"))
     for line in lines:
         if line.removeprefix("error: ").strip() != reason:
             console.print(f"      {line}"[: console.width], soft_wrap=True, style="dim")
+    for text in _peaks(results, row) if row["status"] in ("oom", "killed") else []:
+        for line in _wrapped(f"    {text}", console, indent="      "):
+            console.print(f"  {line}", soft_wrap=True, style="dim")
+
+
+def _wrapped(text: str, console: rich.console.Console, *, indent: str) -> list[str]:
+    return textwrap.wrap(text, console.width - _INDENT, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _peaks(results: Results, row: Row) -> list[str]:
+    """The peaks of a job that were measured and planned, with what most of each is."""
+    job = results.job(row["job"])
+    measured, planned = job.summary.get("memory") or {}, (job.plan or {}).get("peak") or {}
+    lines = []
+    for kind, how, of in (("memory", "measured", measured), ("plan", "planned", planned)):
+        nbytes = row[f"{kind}.reserved_peak_bytes"] or row[f"{kind}.allocated_peak_bytes"]
+        largest = Counter(of.get("breakdown") or {}).most_common(CATEGORIES)
+        parts = [f"{category.replace('_', ' ')} {format_gib(size)}" for category, size in largest if size]
+        if nbytes:
+            lines.append(f"{how} peak {format_gib(nbytes)}" + (f": {', '.join(parts)}" if parts else ""))
+    return lines
 
 
 def _show_advice(advice: Advice, console: rich.console.Console) -> None:
