@@ -108,9 +108,34 @@ def test_the_tail_of_a_log_leaves_out_what_torchrun_adds(tmp_path):
         "E1130 06:46:01.220000 77 site-packages/torch/distributed/elastic/multiprocessing/api.py:984] failed\n"
     )
     (job,) = read_results(tmp_path).jobs
-    assert log_tail(job, 2) == ["step 1", "error: rank 1: no such sample"]
+    assert log_tail(job, 2) == ("launch.log", ["step 1", "error: rank 1: no such sample"])
     (tmp_path / "0" / "launch.log").unlink()
-    assert log_tail(job, 2) == []
+    assert log_tail(job, 2) == ("launch.log", [])
+
+
+def test_the_tail_of_a_log_leaves_out_the_closing_table(tmp_path):
+    write_jobs(tmp_path, [("seed=1", ended("failed", "not finished after hydra.launcher.timeout_s=30"))])
+    (tmp_path / "0" / "launch.log").write_text(
+        "  status    of a user's own\n\nstep 2/9\nstep 3/9\n\n"
+        "  status      interrupted\n  all-gather  1.0 MiB per rank and step\n\n  files  /runs/0\n\nW&B is slow\n"
+    )
+    (job,) = read_results(tmp_path).jobs
+    assert log_tail(job, 3)[1] == ["step 2/9", "step 3/9", "W&B is slow"]
+
+
+def test_the_tail_of_a_log_is_the_last_traceback_where_there_is_one(tmp_path):
+    write_jobs(tmp_path, [("seed=1", ended("failed", "rank 1: KeyError: 'no such sample'"))])
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "users.py", line 5, in misbehave',
+        "KeyError: 'no such sample'",
+    ]
+    earlier = "[2026-11-30 11:00:00,123][shardlab] a warning\nTraceback (most recent call last):\nOSError: earlier\n"
+    log = f"{earlier}rank 1 failed:\n" + "\n".join(traceback) + "\n"
+    (tmp_path / "0" / "train.log").write_text(f"{log}2026-11-30 11:00:01,123 rank 1 WARNING shardlab: the end\n")
+    (job,) = read_results(tmp_path).jobs
+    assert log_tail(job, 20) == ("train.log", traceback)
+    assert log_tail(job, 2)[1] == traceback[1:]
 
 
 def test_a_folder_without_a_sweep_is_refused(tmp_path):

@@ -84,7 +84,7 @@ def test_a_job_that_failed_without_a_reason_shows_the_end_of_its_log(tmp_path):
     write_jobs(tmp_path, [("seed=1", ended("failed", None))])
     (tmp_path / "0" / "launch.log").write_text("\n".join(f"[line {i}]" for i in range(9)))
     lines = shown(tmp_path)
-    assert lines[3:6] == ["  job 0 failed: [line 8]", "      [line 6]", "      [line 7]"]
+    assert lines[3:7] == ["  job 0 failed: [line 8]", "      [line 5]", "      [line 6]", "      [line 7]"]
     assert "No job completed (1 job: 1 failed); see the reasons" in "\n".join(lines)
 
 

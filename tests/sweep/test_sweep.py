@@ -144,7 +144,11 @@ def test_each_ending_has_its_reason_within_seconds(misbehaved: tuple[Path, Ended
     usual = jobs["nothing"].record.seconds
     for way in ("exceed", "die", "raise", "allocate"):
         assert jobs[way].record.seconds < usual + 20.0, way  # torchrun alone would wait 30 s for the other rank
-    assert "no such sample" in misbehaved[1].out  # the table shows why
+    table = misbehaved[1].out.split("  6 jobs: ")[-1]
+    shown = {way: table.split(f"  job {number} ")[1].split("  job ")[0] for number, way in enumerate(WAYS) if number}
+    assert 'raise KeyError("no such sample")' in shown["raise"]  # the end of its traceback
+    assert "step 2/4" in shown["sleep"] and "all-gather" not in shown["sleep"]  # the end of its log
+    assert "measured peak" in shown["exceed"] and "parameters" in shown["exceed"]
 
 
 # ---- Ctrl-C, and sweeps that cannot begin

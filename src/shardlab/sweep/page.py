@@ -164,7 +164,7 @@ def _failures(results: Results) -> str:
 
 
 def _failure(results: Results, row: Row) -> str:
-    lines = log_tail(results.job(row["job"]), LOG_LINES)
+    file, lines = log_tail(results.job(row["job"]), LOG_LINES)
     described, reason = html.escape(results.describe(row)), html.escape(row["error"] or "")
     parts = [
         '<div class="failure">',
@@ -174,7 +174,7 @@ def _failure(results: Results, row: Row) -> str:
     ]
     if lines:
         tail = html.escape("\n".join(lines))
-        where = html.escape(f"{row['folder']}/launch.log")
+        where = html.escape(f"{row['folder']}/{file}")
         parts.append(f"<details><summary>the last lines of {where}</summary><pre>{tail}</pre></details>")
     return "".join([*parts, "</div>"])
 

@@ -11,15 +11,19 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from shardlab.errors import ConfigError
 from shardlab.files import write_json
+from shardlab.run_folder import RunFolder
 from shardlab.sweep.processes import LOG_FILE
 
 # What torchrun says of ranks that ended tells nothing that their own lines do not.
 _TORCHRUNS_OWN = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ .*torch/distributed/")
+_TRACEBACK = "Traceback (most recent call last)"
+_LOGGED = re.compile(r"\[?\d{4}-\d\d-\d\d |rank \d+ failed:$")  # how what follows a traceback in `train.log` begins
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,24 @@ def read_job(folder: Path) -> Job | None:
 
 def printed(folder: Path) -> list[str]:
     """The last lines that a job printed, without empty ones and torchrun's own."""
-    file = folder / LOG_FILE
+    return [line for line in _last_lines(folder / LOG_FILE) if not _TORCHRUNS_OWN.match(line)]
+
+
+def last_traceback(folder: Path) -> list[str]:
+    """The last traceback in a job's `train.log`."""
+    lines = _last_lines(RunFolder(folder).log_file)
+    begins = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    return list(takewhile(lambda line: not _LOGGED.match(line), lines[begins[-1] :])) if begins else []
+
+
+def _last_lines(file: Path) -> list[str]:
+    """Without empty ones."""
     if not file.exists():
         return []
     with file.open("rb") as log:
         log.seek(max(0, file.stat().st_size - (1 << 16)))
         text = log.read().decode(errors="replace")
-    return [line.rstrip() for line in text.splitlines() if line.strip() and not _TORCHRUNS_OWN.match(line)]
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _read(file: Path) -> dict[str, Any] | None:

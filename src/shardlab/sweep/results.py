@@ -7,11 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from shardlab.run_folder import Status
-from shardlab.sweep.records import Job, SweepRecord, printed, read_sweep
+from shardlab.run_folder import RunFolder, Status
+from shardlab.sweep.processes import LOG_FILE
+from shardlab.sweep.records import Job, SweepRecord, last_traceback, printed, read_sweep
 
 Row = Mapping[str, Any]
 
@@ -37,6 +39,7 @@ FIGURES = (
     "error",
     "folder",  # of the run, relative to the sweep's
 )
+_CLOSING_TABLE = re.compile(rf"  status +({'|'.join(status.value for status in Status)})$")  # its first line
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", re.IGNORECASE)
 
 
@@ -148,9 +151,20 @@ def write_results(results: Results) -> None:
     (results.folder / "results.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def log_tail(job: Job, lines: int) -> list[str]:
-    """The last lines that a job printed, without empty ones and torchrun's own."""
-    return printed(job.folder)[-lines:]
+def log_tail(job: Job, lines: int) -> tuple[str, list[str]]:
+    """What a job said last.
+
+    Returns:
+        The file that says it, and the last lines of the traceback there; where there is none, of what the job printed
+        before its closing table.
+    """
+    if traceback := last_traceback(job.folder):
+        return RunFolder(job.folder).log_file.name, traceback[-lines:]
+    said = printed(job.folder)
+    ends = [index for index, line in enumerate(said) if _CLOSING_TABLE.match(line)]
+    if ends:
+        said[ends[-1] :] = dropwhile(lambda line: line.startswith("  "), said[ends[-1] :])
+    return LOG_FILE, said[-lines:]
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, int | float | str]:

@@ -15,7 +15,7 @@ from shardlab.sweep.results import Results, Row, log_tail
 from shardlab.tracking.formats import format_gib
 
 STATUS_STYLE = {"running": "yellow", "interrupted": "yellow", "skipped": "yellow"}  # any other is bad news
-LOG_LINES = 3  # of a job that failed
+LOG_LINES = 4  # of a job that failed
 CATEGORIES = 3  # of what a job's memory was taken by
 _INDENT, _GAP = 2, 2
 
@@ -115,13 +115,13 @@ def _width(columns: Sequence[_Column]) -> int:
 def _show_other(results: Results, row: Row, console: rich.console.Console) -> None:
     """What became of a job that did not complete, and why."""
     label = results.label(row)
-    lines = log_tail(results.job(row["job"]), LOG_LINES) if row["status"] == "failed" else []
+    lines = log_tail(results.job(row["job"]), LOG_LINES)[1] if row["status"] == "failed" else []
     reason = row["error"] or (lines.pop() if lines else "")
     head = f"job {row['job']} {row['status']}" + (f" ({label})" if label else "") + (f": {reason}" if reason else "")
     for line in _wrapped(head, console, indent="    "):
         console.print(f"  {line}", soft_wrap=True, style=STATUS_STYLE.get(row["status"], "red"))
     for line in lines:
-        if line.removeprefix("error: ").strip() != reason:
+        if line.removeprefix("error: ").strip() not in (reason, reason.partition(": ")[2]):  # that follows the rank
             console.print(f"      {line}"[: console.width], soft_wrap=True, style="dim")
     for text in _peaks(results, row) if row["status"] in ("oom", "killed") else []:
         for line in _wrapped(f"    {text}", console, indent="      "):
