@@ -1,18 +1,27 @@
 """Plans of a sweep: in warm processes, and equal to those that are made one by one."""
 
 import json
+import os
+import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, OmegaConf
 
+from shardlab.errors import ConfigError
+from shardlab.run_folder import RunFolder
+from shardlab.sweep import plans
 from shardlab.sweep.plans import does_not_fit, predict
 from shardlab.sweep.records import Job, read_sweep
 from shardlab.sweep.stop import Stop
 from shardlab.sweep.tasks import Task
 from shardlab.telemetry.prediction import Prediction
-from tests.commands import Command, Ended, read_json
+from tests.commands import QUICK, USERS_MODULE, Command, Ended, read_json
 from tests.ranks import one_process
 from tests.training import ROOT
 
@@ -54,6 +63,105 @@ def test_a_plan_in_a_sweep_is_the_plan_by_itself(planned: tuple[Path, Ended, lis
         assert read_json(job.folder / "summary.json") == read_json(tmp_path / cluster / "summary.json")
         assert not (job.folder / "memory_timeline.html").exists()  # 5 MB for each would be much
         assert (tmp_path / cluster / "memory_timeline.html").exists()
+
+
+# ---- what becomes of plans that do not complete, with something that misbehaves in the place of the planner
+
+
+def plan_as_asked(cfg: DictConfig, *, folder: RunFolder, choices: Any, in_sweep: bool) -> dict[str, Any]:
+    if cfg.does == "contradict":
+        raise ConfigError("sharding.replicas=3 does not divide the 2 ranks")
+    if cfg.does == "raise":
+        raise KeyError("no such layer")
+    if cfg.does == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cfg.does == "sleep":
+        time.sleep(60)
+    summary = {"status": "completed", "error": None}
+    folder.write_summary(summary)
+    if cfg.does == "complete and sleep":
+        time.sleep(60)
+    if cfg.does == "wait for the first":
+        while not (folder.path.parent / "0/summary.json").exists():
+            time.sleep(0.01)
+    return summary
+
+
+def ended_with(folder: Path, *does: str, workers: int, stops: bool = False) -> dict[int, tuple[str, str | None]]:
+    """Status and error of each plan that was ended, by its number.
+
+    Args:
+        folder: of the sweep.
+        *does: what each plan does.
+        workers: how many plan.
+        stops: whether a signal comes as soon as one plan has ended.
+    """
+    plans.plan, plans.cores = plan_as_asked, lambda: workers  # type: ignore[assignment]
+    found, stop = {}, Stop()
+
+    def ended(task: Task, summary: Mapping[str, Any], seconds: float) -> None:
+        assert summary == read_json(task.folder / "summary.json")
+        found[task.number] = (summary["status"], summary["error"])
+        if stops:
+            stop.note(signal.SIGINT)
+
+    tasks = [
+        Task(
+            number,
+            (),
+            OmegaConf.create({"hydra": HydraConf}),
+            OmegaConf.create({"does": way}),
+            "",
+            folder / f"{number}",
+        )
+        for number, way in enumerate(does)
+    ]
+    plans.plan_tasks(tasks, stop=stop, started=lambda task: task.folder.mkdir(), ended=ended)
+    return found
+
+
+def test_a_plan_that_fails_or_is_killed_stops_no_other(tmp_path: Path) -> None:
+    with one_process() as process:
+        does = ("complete", "raise", "die", "contradict", "complete", "complete")
+        found = process.submit(ended_with, tmp_path, *does, workers=2).result()
+    assert [found[number][0] for number in range(6)] == [
+        "completed", "failed", "killed", "skipped", "completed", "completed",
+    ]  # fmt: skip
+    assert found[1][1] == "KeyError: 'no such layer'"
+    assert 'raise KeyError("no such layer")' in (tmp_path / "1/launch.log").read_text()
+    assert "SIGKILL" in (found[2][1] or "")
+
+
+def test_plans_that_a_signal_ends_are_interrupted_but_for_what_is_written(tmp_path: Path) -> None:
+    with one_process() as process:
+        does = ("complete and sleep", "sleep", "wait for the first", "complete")
+        found = process.submit(ended_with, tmp_path, *does, workers=3, stops=True).result()
+    assert found == {0: ("completed", None), 1: ("interrupted", None), 2: ("completed", None)}
+    assert not (tmp_path / "3").exists()  # had not begun
+
+
+USERS = (*QUICK, "data=custom", "data._target_=users.Data", "+data.on_rank=0", "+data.at_step=1", "model=custom",
+         "model._target_=users.Net", "hydra.sweep.dir=sweep", "mode=plan")  # fmt: skip
+
+
+def test_a_sweep_with_a_plan_that_failed_ends_with_1(tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(USERS_MODULE)
+    ended = Command(tmp_path, "-m", *USERS, "+data.does=raise,die,nothing").wait(280.0)
+    assert ended.code == 1, ended.err
+    assert [job.status for job in read_sweep(tmp_path / "sweep")[1]] == ["failed", "killed", "completed"]
+    assert 'raise KeyError("no such sample")' in ended.out  # the end of its traceback
+
+
+def test_ctrl_c_ends_the_plans_that_have_begun(tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(USERS_MODULE)
+    command = Command(tmp_path, "-m", *USERS, "+data.does=sleep")
+    command.wait_until((tmp_path / "asleep").exists)
+    command.interrupt()
+    ended = command.wait(280.0)
+    assert ended.code == 130
+    assert read_json(tmp_path / "sweep/0/summary.json") == {"status": "interrupted", "error": None}
+    assert "1 job: 1 interrupted" in ended.out
+    assert ended.tracebacks == 0, ended.err
 
 
 def predicted_with(*clusters: str) -> list[Prediction]:

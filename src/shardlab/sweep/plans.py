@@ -1,9 +1,11 @@
 """Plans of a sweep's combinations, in a pool of processes that are forked with all imports done."""
 
+import json
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -47,7 +49,7 @@ def plan_tasks(
 
     Args:
         tasks: in the order in which they are to begin.
-        stop: whether a signal has asked the sweep to end; what is unfinished then leaves no summary.
+        stop: whether a signal has asked the sweep to end; what has begun and is unfinished then is `interrupted`.
         started: called where a task begins.
         ended: called with the summary and the seconds that it took, where a task has ended.
     """
@@ -56,13 +58,22 @@ def plan_tasks(
     def planned(index: int) -> dict[str, Any]:
         return _plan(tasks[index])
 
+    running: dict[int, float] = {}  # since when, by index
+
+    def begun(index: int) -> None:
+        running[index] = time.monotonic()
+        started(tasks[index])
+
     with Workers(planned, min(cores(), len(tasks))) as workers:
         for index, summary, seconds in workers.run_all(
-            range(len(tasks)), begun=lambda index: started(tasks[index]), stopped=lambda: stop.signal is not None
+            range(len(tasks)), begun=begun, stopped=lambda: stop.signal is not None
         ):
+            del running[index]
             if isinstance(summary, Lost):
                 summary = _ended(tasks[index].folder, *_verdict(summary))
             ended(tasks[index], summary, seconds)
+    for index, since in running.items():
+        ended(tasks[index], _interrupted(tasks[index].folder), time.monotonic() - since)
 
 
 def predict(tasks: Sequence[Task], *, world_size: int, nodes: int, stop: Stop) -> dict[int, Prediction]:
@@ -131,7 +142,13 @@ def _enter_job(task: Task) -> Any:
     return HydraConfig.get()
 
 
-def _ended(folder: Path, status: Status, error: str) -> dict[str, Any]:
+def _interrupted(folder: Path) -> dict[str, Any]:
+    """The summary of a plan whose worker was ended; that which it wrote before, where it had just come so far."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else _ended(folder, Status.interrupted, None)
+
+
+def _ended(folder: Path, status: Status, error: str | None) -> dict[str, Any]:
     """The summary of a plan that did not complete, written."""
     summary = {"status": status.value, "error": error}
     RunFolder(folder).write_summary(summary)
