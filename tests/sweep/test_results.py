@@ -2,12 +2,14 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardlab.errors import ConfigError
+from shardlab.sweep.records import read_sweep, write_sweep
 from shardlab.sweep.results import log_tail, read_results, write_results
 from tests.commands import read_json
 from tests.sweep.folders import MIB, completed, ended, write_finished_sweep, write_jobs
@@ -34,6 +36,13 @@ def test_each_job_has_a_row_with_its_overrides_and_the_figures_of_its_summary(tm
     assert failed["error"] == 'rank 0: KeyError: "<no> such & sample"'
     assert failed["perf.tokens_per_s"] is failed["comm.all_gather_bytes"] is failed["loss.last"] is None
     assert (rows[4]["memory.allocated_peak_bytes"], rows[4]["plan.allocated_peak_bytes"]) == (90 * MIB, 120 * MIB)
+
+
+def test_rows_are_in_the_order_of_the_jobs_numbers(tmp_path):
+    write_finished_sweep(tmp_path)
+    record, _ = read_sweep(tmp_path)
+    write_sweep(tmp_path, replace(record, jobs=[*record.jobs[5:], *record.jobs[:5]]))  # as a resume leaves it
+    assert [row["job"] for row in written(tmp_path)] == list(range(8))
 
 
 def test_the_csv_has_the_same_rows(tmp_path):

@@ -48,7 +48,7 @@ class SweepRecord:
     machine: str  # e.g. "2 x CPU (AMD EPYC)", "8 x NVIDIA H100 80GB HBM3"
     torch: str  # version
     mode: str  # train, plan
-    jobs: list[str]  # folders of this sweep's jobs, relative to its own, in the order of their numbers
+    jobs: list[str]  # folders of its jobs, relative to its own; a resume puts those first that it leaves as they are
     ended: float | None = None  # None while it runs, or where it was killed
     interrupted: bool = False
 
@@ -116,8 +116,8 @@ def read_sweep(folder: Path) -> tuple[SweepRecord, list[Job]]:
     if not file.exists():
         raise ConfigError(f"{folder} holds no sweep (no sweep.json): name the folder that a sweep wrote")
     record = SweepRecord(**json.loads(file.read_text()))
-    jobs = [read_job(folder / name) for name in record.jobs]
-    return record, [job for job in jobs if job is not None]
+    jobs = [job for name in record.jobs if (job := read_job(folder / name)) is not None]
+    return record, sorted(jobs, key=lambda job: job.record.number)
 
 
 def read_job(folder: Path) -> Job | None:
