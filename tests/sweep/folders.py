@@ -165,6 +165,21 @@ def _write_job(
         (run / "launch.log").write_text(f"step 1/50 loss 5.9\nerror: {summary['error']}\n")
 
 
+def write_fits(folder: Path, values: Sequence[int | None]) -> Path:
+    """A sweep of plans that have searched the largest micro-batch; None is one where not even the smallest fits."""
+    run = completed(peak_mib=70, tokens_per_s=1.0, step_ms=1.0)
+    jobs = [(f"model.layers={number} plan.fit=micro_batch", run) for number in range(len(values))]
+    write_jobs(folder, jobs, mode="plan", capacity_bytes=75 * MIB)
+    for number, value in enumerate(values):
+        file = folder / str(number) / "plan.json"
+        plan = json.loads(file.read_text()) | {"fits": value is not None, "headroom_bytes": None}
+        file.write_text(json.dumps(plan | {"fit": {"key": "train.micro_batch", "value": value, "tried": {}}}))
+        summary = json.loads((folder / str(number) / "summary.json").read_text())
+        summary["plan"]["fits"] = plan["fits"]
+        (folder / str(number) / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
 def completed(*, peak_mib: int, tokens_per_s: float, step_ms: float) -> dict[str, Any]:
     scale = max(1, peak_mib // 100)
     breakdown = {name: scale * mib * MIB for name, mib in BREAKDOWN.items()}

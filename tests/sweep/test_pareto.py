@@ -7,7 +7,7 @@ import pytest
 
 from shardlab.sweep.pareto import advise, pareto_front
 from shardlab.sweep.results import read_results
-from tests.sweep.folders import MIB, completed, ended, write_finished_sweep, write_jobs
+from tests.sweep.folders import MIB, completed, ended, write_finished_sweep, write_fits, write_jobs
 
 
 def run(peak_mib: int, tokens_per_s: float | None):
@@ -114,3 +114,12 @@ def test_of_plans_the_smallest_that_fits_is_advised(tmp_path, capacity_mib, text
     advice = advise(sweep(tmp_path, run(80, 1.0), run(60, 1.0), mode="plan", capacity_bytes=capacity))
     assert advice.text == text
     assert advice.command == "python train.py mode=plan seed=1"
+
+
+def test_of_plans_that_searched_the_largest_value_is_advised(tmp_path):
+    advice = advise(read_results(write_fits(tmp_path / "a", [3, None, 48])))
+    assert advice.text == (
+        "Use job 2 (model.layers=2): it has room for train.micro_batch=48, the most of 3 plans, with 71.0 MiB of "
+        "75.0 MiB per rank."
+    )
+    assert advise(read_results(write_fits(tmp_path / "b", [None]))).text.startswith("The only plan does not fit")

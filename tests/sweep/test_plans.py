@@ -65,6 +65,18 @@ def test_a_plan_in_a_sweep_is_the_plan_by_itself(planned: tuple[Path, Ended, lis
         assert (tmp_path / cluster / "memory_timeline.html").exists()
 
 
+def test_what_each_plan_has_room_for_is_in_the_table_and_decides_the_advice(tmp_path: Path) -> None:
+    sweep = ("model=mlp", "data=random_classes", "tracking=none", "cluster=rtx4090,h100_80gb", "hydra.sweep.dir=sweep")
+    ended = Command(tmp_path, "-m", "mode=plan", "plan.fit=micro_batch", *sweep).wait(280.0)
+    assert ended.code == 0, ended.err
+    rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
+    found = [row["plan.fit.value"] for row in rows]
+    assert found == [read_json(tmp_path / f"sweep/{job}/plan.json")["fit"]["value"] for job in (0, 1)]
+    assert found[1] > found[0] > 0
+    assert "largest micro_batch" in ended.out
+    assert f"Use job 1 (cluster=h100_80gb): it has room for train.micro_batch={found[1]}," in ended.out
+
+
 # ---- what becomes of plans that do not complete, with something that misbehaves in the place of the planner
 
 

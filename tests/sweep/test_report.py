@@ -11,7 +11,7 @@ from shardlab.sweep import report, wandb_summary
 from shardlab.sweep.callback import SweepReport
 from shardlab.sweep.page import CURVE_POINTS, read_curve
 from shardlab.sweep.results import read_results
-from tests.sweep.folders import completed, ended, write_finished_sweep, write_jobs, write_large_sweep
+from tests.sweep.folders import completed, ended, write_finished_sweep, write_fits, write_jobs, write_large_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,12 @@ def test_what_is_drawn_is_what_the_files_say(tmp_path):
     oom = data["jobs"][4]
     assert oom["measured"] is not None
     assert oom["tokens_per_s"] is oom["peak_bytes"] is oom["loss"] is None
+
+
+def test_the_table_has_what_plan_fit_has_found(tmp_path):
+    page, _ = page_of(write_fits(tmp_path, [3, None, 48]))
+    assert "largest\nmicro_batch</button>" in page
+    assert 'data-value="48">48</td>' in page
 
 
 def test_a_long_curve_is_thinned_to_its_last_point_and_half_a_row_is_left_out(tmp_path):

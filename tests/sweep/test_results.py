@@ -12,7 +12,7 @@ from shardlab.errors import ConfigError
 from shardlab.sweep.records import read_sweep, write_sweep
 from shardlab.sweep.results import log_tail, read_results, write_results
 from tests.commands import read_json
-from tests.sweep.folders import MIB, completed, ended, write_finished_sweep, write_jobs
+from tests.sweep.folders import MIB, completed, ended, write_finished_sweep, write_fits, write_jobs
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
@@ -75,6 +75,15 @@ def test_plans_have_their_peaks_whether_they_fit_and_their_communication(tmp_pat
         (12 * MIB, 6 * MIB)
     }
     assert {row["perf.tokens_per_s"] for row in rows} == {None}
+
+
+def test_what_plan_fit_has_found_is_a_column(tmp_path):
+    rows = written(write_fits(tmp_path, [3, None, 48]))
+    assert [row["plan.fit.value"] for row in rows] == [3, None, 48]
+    assert [row["plan.fit"] for row in rows] == ["micro_batch"] * 3  # which is an override
+    results = read_results(tmp_path)
+    assert results.fit_key == "train.micro_batch"
+    assert [row["job"] for row in results.completed] == [2, 0, 1]
 
 
 def test_a_sweep_whose_parent_was_killed_gives_what_there_is(tmp_path):

@@ -5,7 +5,7 @@ import json
 
 from shardlab.sweep.results import read_results
 from shardlab.sweep.screen import show
-from tests.sweep.folders import BREAKDOWN, GIB, completed, ended, write_finished_sweep, write_jobs
+from tests.sweep.folders import BREAKDOWN, GIB, completed, ended, write_finished_sweep, write_fits, write_jobs
 
 
 def shown(folder, *, columns=80, **settings) -> list[str]:
@@ -106,3 +106,10 @@ def test_plans_are_sorted_by_their_peaks_and_say_whether_they_fit(tmp_path):
     table = [line.split() for line in lines if "MiB" in line and line.endswith((" yes", " no"))]
     assert [row[0] for row in table] == ["1", "0", "3", "2"]
     assert table[-1][4:] == ["81.0", "MiB", "75.0", "MiB", "no"]
+
+
+def test_plans_that_searched_are_sorted_by_what_they_found(tmp_path):
+    lines = shown(write_fits(tmp_path, [3, None, 48]))
+    table = [line.split() for line in lines if "MiB" in line and line.endswith((" yes", " no"))]
+    assert [(row[0], *row[1:-5]) for row in table] == [("2", "2", "48"), ("0", "0", "3"), ("1", "1")]
+    assert next(line for line in lines if line.split()[:1] == ["job"]).split()[2:4] == ["largest", "micro_batch"]

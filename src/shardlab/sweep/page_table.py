@@ -62,6 +62,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
         _Column("job", [row["job"] for row in rows], lambda job: f"★ {job}" if job in front else str(job)),
         _Column("status", [row["status"] for row in rows]),
         *(_Column(_broken(key), [row[key] for row in rows]) for key in results.varied),
+        figures(results.fit_name.replace(" ", "\n"), "plan.fit.value", "d"),
         figures(f"{results.unit}/s", "perf.tokens_per_s", ",.0f"),
         figures("step,\nms", "perf.step_ms", ",.1f"),
         size("peak,\n", measured, sizes),

@@ -91,6 +91,8 @@ def _by_memory(results: Results, completed: Sequence[Row]) -> Advice:
     sized = [row for row in completed if results.peak_bytes(row)]
     if not sized:
         return Advice(f"{results.counts()}; neither speed nor memory was measured.")
+    if results.fit_key and completed[0]["plan.fit.value"]:
+        return _advice(results, completed[0], _by_fit(results, completed))
     fitting = [row for row in sized if row["plan.fits"]] if results.is_plan else []
     least = min(fitting or sized, key=lambda row: results.peak_bytes(row) or 0)
     peak, capacity = results.peak_bytes(least) or 0, least["plan.capacity_bytes"]
@@ -110,6 +112,16 @@ def _by_memory(results: Results, completed: Sequence[Row]) -> Advice:
     else:
         text = f"Of {total} plans {named} takes least, {size} per rank; cluster.memory_gib=... tells what fits."
     return _advice(results, least, text)
+
+
+def _by_fit(results: Results, completed: Sequence[Row]) -> str:
+    largest = completed[0]
+    peak, capacity = results.peak_bytes(largest), largest["plan.capacity_bytes"]
+    among = f", the most of {len(completed)} plans," if len(completed) > 1 else ""
+    return (
+        f"Use {_named(results, largest)}: it has room for {results.fit_key}={largest['plan.fit.value']}{among} with "
+        f"{format_gib(peak or 0)} of {format_gib(capacity)} per rank."
+    )
 
 
 def _nothing_completed(results: Results) -> str:

@@ -32,6 +32,7 @@ FIGURES = (
     "plan.error_pct",
     "plan.fits",
     "plan.capacity_bytes",
+    "plan.fit.value",  # that plan.fit has found; `fit` in plan.json
     *COMMUNICATION,
     "world_size",
     "steps",
@@ -77,9 +78,13 @@ class Results:
 
     @property
     def completed(self) -> list[Row]:
-        """The fastest first; where speed was not measured, the smallest peak first."""
-        done = [row for row in self.rows if row["status"] == Status.completed.value]
-        return sorted(done, key=lambda row: (-(row["perf.tokens_per_s"] or 0), self.peak_bytes(row) or float("inf")))
+        """The fastest first; of plans that `plan.fit` has searched the largest value, of others the smallest peak."""
+
+        def order(row: Row) -> tuple[float, ...]:
+            fitted = row["plan.fit.value"] if self.fit_key else None
+            return -(row["perf.tokens_per_s"] or 0), -(fitted or 0), self.peak_bytes(row) or float("inf")
+
+        return sorted((row for row in self.rows if row["status"] == Status.completed.value), key=order)
 
     @property
     def others(self) -> list[Row]:
@@ -91,6 +96,17 @@ class Results:
         """What throughput counts: tokens or samples."""
         units = {_at(job.summary, "perf.unit") for job in self.jobs} - {None}
         return str(units.pop()) if len(units) == 1 else "tokens"
+
+    @property
+    def fit_key(self) -> str | None:
+        """The key of which `plan.fit` has found the largest values; None where it found none, or of several keys."""
+        keys = {_at(job.plan or {}, "fit.key") for job in self.jobs} - {None}
+        return str(keys.pop()) if len(keys) == 1 else None
+
+    @property
+    def fit_name(self) -> str:
+        """The header of those values."""
+        return f"largest {(self.fit_key or 'value').rpartition('.')[2]}"
 
     def job(self, number: int) -> Job:
         return next(job for job in self.jobs if job.record.number == number)
@@ -192,6 +208,7 @@ def _figures(job: Job, *, is_plan: bool) -> dict[str, Any]:
         "plan.reserved_peak_bytes": peak.get("reserved_bytes"),
         "plan.fits": plan.get("fits"),
         "plan.capacity_bytes": plan.get("capacity_bytes"),
+        "plan.fit.value": _at(plan, "fit.value"),
         "world_size": job.record.world_size,
         "seconds": job.record.seconds,
     }

@@ -81,6 +81,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
     if results.is_plan:
         fits = {True: "yes", False: "no", None: ""}
         figures = [
+            _Column(results.fit_name, [_number(row["plan.fit.value"], "d") for row in rows]),
             peak,
             _Column("of", [_size(row["plan.capacity_bytes"]) for row in rows], rank=1),
             _Column("fits", [fits[row["plan.fits"]] for row in rows]),
