@@ -41,13 +41,17 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended, list
 
 
 def test_contradictions_are_skipped_and_the_rest_is_planned(planned: tuple[Path, Ended, list[Job]]) -> None:
-    _, ended, jobs = planned
+    folder, ended, jobs = planned
     assert ended.code == 0, ended.err
     for job in jobs:
         contradicts = "sharding.replicas=3" in job.record.overrides
         assert job.status == ("skipped" if contradicts else "completed"), job
         assert ("sharding.replicas=3" in (job.summary["error"] or "")) == contradicts
     assert "fit" in ended.out  # the advice
+    begins, lines = ended.out.split("  12 jobs: ")[0].strip().split("\n\n")
+    assert begins == f"12 jobs, in {folder / 'sweep'}"  # the clusters say how many ranks
+    assert len(lines.splitlines()) == 12  # one for each
+    assert "cluster=h100_80gb sharding=full_shard sharding.replicas=auto  completed, " in lines
 
 
 def test_a_plan_in_a_sweep_is_the_plan_by_itself(planned: tuple[Path, Ended, list[Job]], tmp_path: Path) -> None:
@@ -208,4 +212,7 @@ def test_what_does_not_fit_is_skipped_and_the_smallest_runs_first(tmp_path: Path
     assert jobs[2].summary["plan"]["fits"] is False
     assert (jobs[1].record.began or 0) < (jobs[0].record.began or 0)
     rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
-    assert rows[2]["plan.allocated_peak_bytes"] > 0.01 * 2**30
+    assert rows[2]["plan.allocated_peak_bytes"] > rows[2]["plan.capacity_bytes"] == int(0.01 * 2**30)
+    assert "3 jobs, 2 ranks each" in ended.out
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("       skipped: ")]
+    assert line.endswith(" is more than the 10.2 MiB of CPU")

@@ -66,7 +66,7 @@ def test_a_sweep_whose_parent_is_killed_ends_its_job_and_is_completed_by_resume(
         for precision in ("fp32", "bf16")
     ]
     assert all(job.summary["world_size"] == 2 and job.summary["steps"] == 4 for job in jobs)
-    assert "1 of them done before" in ended.out
+    assert "1 of them done already" in ended.out
 
 
 def test_jobs_of_a_sweep_train_what_they_would_alone(resumed: tuple[Path, list[str], Ended], tmp_path: Path) -> None:

@@ -133,9 +133,11 @@ class _Batch:
     def run(self) -> None:
         """Runs what is not done yet."""
         tasks = [task for task in self.tasks if task.number not in self.summaries]
-        kept = f", {len(self.tasks) - len(tasks)} of them done before" if len(tasks) < len(self.tasks) else ""
+        kept = f", {len(self.tasks) - len(tasks)} of them done already" if len(tasks) < len(self.tasks) else ""
         count = f"{len(self.tasks)} job{'s' if len(self.tasks) != 1 else ''}"
-        print(f"\n  {count}{kept}, {self.runner.world_size} ranks each, in {self.folder}\n", flush=True)
+        trains = any(task.cfg.mode is Mode.train for task in self.tasks)  # plans are for the ranks of their cluster
+        ranks = f", {self.runner.world_size} ranks each" if trains else ""
+        print(f"\n  {count}{kept}{ranks}, in {self.folder}\n", flush=True)
         for task in list(tasks):
             if problem := self._contradiction(task):
                 tasks.remove(task)
@@ -145,7 +147,7 @@ class _Batch:
         if planned and self.runner.writes:
             from shardlab.sweep import plans
 
-            plans.plan_tasks(planned, stop=self.stop, started=self._started, ended=self._ended)
+            plans.plan_tasks(planned, stop=self.stop, started=self._begun, ended=self._ended)
         if self.settings.skip_predicted_oom or self.settings.order is Order.predicted:
             trained = self._by_prediction(trained)
         self.runner.run(
@@ -267,11 +269,14 @@ class _Batch:
         return [self.program, *arguments(task, self.config), in_folder(task.folder)]
 
     def _started(self, task: Task) -> None:
+        self._begun(task)
+        self._name(task)
+
+    def _begun(self, task: Task) -> None:
         task.folder.mkdir(parents=True, exist_ok=True)
         if self.runner.writes:
             record = self._records[task.number] = replace(self._records[task.number], began=time.time())
             write_job(task.folder, record)
-        self._name(task)
 
     def _processes_ended(self, task: Task, ended: Ended) -> None:
         if not self.runner.writes:  # the node that does knows what became of the job
@@ -309,7 +314,10 @@ class _Batch:
         self._show(task, result_line(summary, seconds))
 
     def _show(self, task: Task, ending: str) -> None:
-        """Shows what became of a job, below its name where that was shown at its start."""
+        """Shows what became of a job, below its name where that was shown at its start; of a plan all in one line."""
+        if task.cfg.mode is Mode.plan:
+            print(f"{self._label(task)}  {ending}", flush=True)
+            return
         if task.number != self._named:
             self._name(task)
         self._named = None
@@ -317,7 +325,10 @@ class _Batch:
 
     def _name(self, task: Task) -> None:
         self._named = task.number
-        print(f"  {task.number:>3}  {' '.join(self._swept[task.overrides])}", flush=True)
+        print(self._label(task), flush=True)
+
+    def _label(self, task: Task) -> str:
+        return f"  {task.number:>3}  {' '.join(self._swept[task.overrides])}"
 
 
 def _set_aside(folder: Path, sweep: Path) -> None:

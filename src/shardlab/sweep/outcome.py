@@ -74,7 +74,7 @@ def result_line(summary: Mapping[str, Any], seconds: float | None) -> str:
         parts[0] += f": {summary['error']}"
     if perf.get("tokens_per_s"):
         parts.append(f"{perf['tokens_per_s']:,.0f} {perf['unit']}/s")
-    for sizes, how in ((memory, ""), (plan, " planned")):
+    for sizes, how in ((memory, ""), (plan, " planned")) if summary["status"] != Status.skipped.value else ():
         if peak := sizes.get("reserved_peak_bytes") or sizes.get("allocated_peak_bytes"):
             parts.append(f"{format_gib(peak)}{how}")
             break

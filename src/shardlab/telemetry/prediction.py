@@ -39,6 +39,7 @@ class Prediction:
             "allocated_peak_bytes": self.allocated_bytes,
             "reserved_peak_bytes": self.reserved_bytes,
             "fits": self.fits,
+            "capacity_bytes": self.capacity_bytes,
         }
 
     def metrics(self) -> dict[str, float]:
