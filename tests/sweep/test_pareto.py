@@ -1,5 +1,6 @@
 """The Pareto front against its definition, and the advice in each kind of sweep."""
 
+import json
 import random
 import shlex
 
@@ -114,6 +115,18 @@ def test_of_plans_the_smallest_that_fits_is_advised(tmp_path, capacity_mib, text
     advice = advise(sweep(tmp_path, run(80, 1.0), run(60, 1.0), mode="plan", capacity_bytes=capacity))
     assert advice.text == text
     assert advice.command == "python train.py mode=plan seed=1"
+    train_command = None if capacity_mib == 50 else "torchrun --nproc-per-node 2 train.py seed=1"
+    assert advice.train_command == train_command
+
+
+def test_a_plan_is_trained_on_the_nodes_of_its_cluster(tmp_path):
+    sweep(tmp_path, run(80, 1.0), mode="plan")
+    plan = json.loads((tmp_path / "0/plan.json").read_text())
+    (tmp_path / "0/plan.json").write_text(json.dumps(plan | {"world_size": 16}))
+    (tmp_path / "0/config.yaml").write_text("cluster: {nodes: 2, gpus_per_node: 8}")
+    assert advise(read_results(tmp_path)).train_command == (
+        "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 train.py seed=0"
+    )
 
 
 def test_of_plans_that_searched_the_largest_value_is_advised(tmp_path):
@@ -122,4 +135,6 @@ def test_of_plans_that_searched_the_largest_value_is_advised(tmp_path):
         "Use job 2 (model.layers=2): it has room for train.micro_batch=48, the most of 3 plans, with 71.0 MiB of "
         "75.0 MiB per rank."
     )
+    assert advice.command == "python train.py mode=plan model.layers=2 plan.fit=micro_batch"
+    assert advice.train_command == "torchrun --nproc-per-node 2 train.py model.layers=2 train.micro_batch=48"
     assert advise(read_results(write_fits(tmp_path / "b", [None]))).text.startswith("The only plan does not fit")

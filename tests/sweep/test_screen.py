@@ -106,6 +106,8 @@ def test_plans_are_sorted_by_their_peaks_and_say_whether_they_fit(tmp_path):
     table = [line.split() for line in lines if "MiB" in line and line.endswith((" yes", " no"))]
     assert [row[0] for row in table] == ["1", "0", "3", "2"]
     assert table[-1][4:] == ["81.0", "MiB", "75.0", "MiB", "no"]
+    assert lines[-4:-1] == ["  To train it:", "", "  torchrun --nproc-per-node 2 train.py sharding=full_shard "
+        "precision=bf16 accumulation=none train.global_batch=32"]  # fmt: skip
 
 
 def test_plans_that_searched_are_sorted_by_what_they_found(tmp_path):

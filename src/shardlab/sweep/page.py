@@ -153,7 +153,8 @@ def _points(curve: Mapping[str, list[float]], progress: str) -> dict[str, list[f
 
 
 def _command(advice: Advice) -> str:
-    return f'<pre class="command">{html.escape(advice.command)}</pre>' if advice.command else ""
+    commands = [command for command in (advice.command, advice.train_command) if command]
+    return "".join(f'<pre class="command">{html.escape(command)}</pre>' for command in commands)
 
 
 def _failures(results: Results) -> str:

@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omegaconf import OmegaConf
+
+from shardlab.sweep.records import Job
 from shardlab.sweep.results import Results, Row
 from shardlab.tracking.formats import format_gib
 
@@ -22,11 +25,13 @@ class Advice:
         text: one sentence.
         job: number of the job to use; None where no job completed.
         command: that runs it by hand.
+        train_command: that trains what was planned; None where that does not fit, or the job has trained.
     """
 
     text: str
     job: int | None = None
     command: str | None = None
+    train_command: str | None = None
 
 
 def pareto_front(results: Results) -> list[Row]:
@@ -58,7 +63,25 @@ def advise(results: Results) -> Advice:
 
 
 def _advice(results: Results, row: Row, text: str) -> Advice:
-    return Advice(text, row["job"], shlex.join(results.job(row["job"]).record.command))
+    job = results.job(row["job"])
+    trains = results.is_plan and row["plan.fits"] is not False
+    train_command = shlex.join(_training(job)) if trains else None
+    return Advice(text, row["job"], shlex.join(job.record.command), train_command)
+
+
+def _training(job: Job) -> list[str]:
+    """Trains what a job has planned, on as many ranks, with what `plan.fit` has found."""
+    plan = job.plan or {}
+    fit, ranks = plan.get("fit") or {}, plan.get("world_size", job.record.world_size)
+    config = job.folder / "config.yaml"
+    nodes = OmegaConf.select(OmegaConf.load(config), "cluster.nodes") or 1 if config.exists() else 1
+    torchrun = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
+    if nodes > 1:
+        torchrun += ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_NODE:29500"]
+    _, program, *arguments = job.record.command
+    found = [f"{fit['key']}={fit['value']}"] if fit.get("value") else []
+    planned = ("mode", "plan.fit", *(key.partition("=")[0] for key in found))
+    return [*torchrun, program, *(a for a in arguments if a.partition("=")[0] not in planned), *found]
 
 
 def _figures(results: Results, row: Row) -> tuple[float, int | None]:

@@ -153,6 +153,8 @@ def _show_advice(advice: Advice, console: rich.console.Console) -> None:
         console.print(f"  {line}", soft_wrap=True, style="bold")
     if advice.command:
         console.print(f"\n  {advice.command}", soft_wrap=True)  # on one line: to be copied
+    if advice.train_command:
+        console.print(f"\n  To train it:\n\n  {advice.train_command}", soft_wrap=True)
     console.print()
 
 
