@@ -62,6 +62,8 @@ def test_mistakes_that_hydra_finds_become_one_line(override: str, line: str) -> 
 def test_a_run_folder_that_cannot_be_made_is_named() -> None:
     error = PermissionError(13, "Permission denied", "/root/run")
     assert one_line(error) == "hydra.run.dir=/root/run cannot be made (Permission denied): name another folder"
+    for multirun in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
+        assert one_line(error, [multirun, "seed=1,2"]).startswith("hydra.sweep.dir=/root/run cannot be made")
 
 
 def test_what_a_worker_of_a_dataloader_raised_is_told_as_if_it_had_been_raised_here() -> None:

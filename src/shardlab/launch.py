@@ -121,7 +121,9 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
             "characters; see https://hydra.cc/docs/1.3/advanced/override_grammar/basic"
         )
     if isinstance(error, OSError) and error.filename and not isinstance(error, HydraException):
-        return f"hydra.run.dir={error.filename} cannot be made ({error.strerror}): name another folder"
+        sweeps = any(argument in ("-m", _MULTIRUN) or argument.startswith("--mu") for argument in arguments)
+        key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
+        return f"{key}={error.filename} cannot be made ({error.strerror}): name another folder"
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):
         groups = [argument for argument in arguments if _GROUP_OVERRIDE.match(argument)]
         return f"{', '.join(groups)}: a config group takes the name of one of its choices; --help lists them"
