@@ -321,7 +321,9 @@ def test_without_slurm_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.
         Slurm().submit(NodeTask(str(tmp_path / "0"), [], nodes=1, ranks=1))
 
 
-def test_what_slurm_refuses_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_refuses_is_told_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, script in {
         "srun": "",
         "sbatch": "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
@@ -330,9 +332,10 @@ def test_what_slurm_refuses_is_told_in_its_words(tmp_path: Path, monkeypatch: py
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # as where the sweep itself is a job
-    with pytest.raises(ConfigError, match="sbatch: error: invalid partition specified: x"):
+    with pytest.raises(ConfigError, match=r"sbatch: error: invalid partition specified: x; hydra\.launcher\.cluster="):
         Slurm(partition="x").submit(NodeTask(str(tmp_path / "0"), [], nodes=1, ranks=1))
     assert os.environ["SLURM_JOB_ID"] == "1"
+    assert capsys.readouterr().err == ""  # what it says is said once
 
 
 def test_a_submission_says_all_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

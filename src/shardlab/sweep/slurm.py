@@ -1,11 +1,12 @@
 """Runs the jobs of a sweep as jobs of Slurm, each a torchrun on each of its nodes, through submitit."""
 
+import io
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,14 +198,17 @@ class Slurm:
             "slurm_additional_parameters": {requeue: True, **self.additional_parameters},
         }
         try:
-            with _outside_of_jobs():
+            with _outside_of_jobs(), redirect_stderr(io.StringIO()):  # to which submitit prints what it raises, too
                 executor = submitit.AutoExecutor(
                     folder / SUBMISSION, cluster=self.cluster or "slurm", slurm_max_num_timeout=self.max_requeues
                 )
                 executor.update_parameters(**settings)
                 return executor.submit(node_task)
         except (FailedJobError, FailedSubmissionError) as refused:
-            raise ConfigError(f"hydra/launcher=slurm: {_last_line(str(refused))}") from None
+            raise ConfigError(
+                f"hydra/launcher=slurm: {_last_line(str(refused))}; hydra.launcher.cluster={LOCAL} runs the jobs on "
+                "this machine"
+            ) from None
         except RuntimeError:  # submitit has not found `srun`
             raise ConfigError(
                 "hydra/launcher=slurm finds no Slurm here (no srun): run it where jobs are submitted from; "
