@@ -37,6 +37,8 @@ def test_nothing_is_wider_than_80_columns_but_the_command(tmp_path):
     assert wide[0].startswith("  torchrun --nproc-per-node 2 train.py sharding=no_shard")
     assert not any("\x1b" in line for line in lines)
     assert any("5,900  80.0 MiB" in line for line in lines)  # the figures that matter are still there
+    assert "  results.csv has more than there is room for here: step ms, plan error" in lines
+    assert not any("room" in line for line in shown(tmp_path, columns=120))
 
 
 def test_a_terminal_gets_colours_and_the_same_text(tmp_path):
@@ -106,6 +108,7 @@ def test_plans_are_sorted_by_their_peaks_and_say_whether_they_fit(tmp_path):
     table = [line.split() for line in lines if "MiB" in line and line.endswith((" yes", " no"))]
     assert [row[0] for row in table] == ["1", "0", "3", "2"]
     assert table[-1][4:] == ["81.0", "MiB", "75.0", "MiB", "no"]
+    assert "  results.csv has more than there is room for here: capacity" in shown(tmp_path, columns=60)
     assert lines[-4:-1] == ["  To train it:", "", "  torchrun --nproc-per-node 2 train.py sharding=full_shard "
         "precision=bf16 accumulation=none train.global_batch=32"]  # fmt: skip
 

@@ -18,6 +18,7 @@ STATUS_STYLE = {"running": "yellow", "interrupted": "yellow", "skipped": "yellow
 LOG_LINES = 4  # of a job that failed
 CATEGORIES = 3  # of what a job's memory was taken by
 _INDENT, _GAP = 2, 2
+_CAPACITY = "of"  # header of what there is, beside that of the planned peak
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def show(results: Results, **settings: Any) -> None:
 
 def _show_completed(results: Results, console: rich.console.Console) -> None:
     rows, front = results.completed, {row["job"] for row in pareto_front(results)}
-    columns = _fitted(_columns(results, rows, front), results, rows, console.width - _INDENT)
+    every = _columns(results, rows, front)
+    columns = _fitted(every, results, rows, console.width - _INDENT)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _GAP - 1, 0, 0), show_edge=False, header_style="dim")
     for column in columns:
         table.add_column(
@@ -68,6 +70,11 @@ def _show_completed(results: Results, console: rich.console.Console) -> None:
         console.out(" " * _INDENT + line.rstrip(), highlight=False)
     if front:
         console.print("  * no other job is both faster and smaller (the Pareto front)", style="dim")
+    shown = {column.header for column in columns}
+    left_out = [column for column in every if column.rank and column.header not in shown]
+    if left_out:
+        names = ("capacity" if column.header == _CAPACITY else column.header for column in left_out)
+        console.print(f"  results.csv has more than there is room for here: {', '.join(names)}", style="dim")
 
 
 def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Column]:
@@ -83,7 +90,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
         figures = [
             _Column(results.fit_name, [_number(row["plan.fit.value"], "d") for row in rows]),
             peak,
-            _Column("of", [_size(row["plan.capacity_bytes"]) for row in rows], rank=1),
+            _Column(_CAPACITY, [_size(row["plan.capacity_bytes"]) for row in rows], rank=1),
             _Column("fits", [fits[row["plan.fits"]] for row in rows]),
         ]
     else:
