@@ -143,8 +143,10 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
 def no_such_key(full_key: str, known: Sequence[str]) -> str:
     """What to say of a key that is not among the known ones beside it."""
     parent, _, key = full_key.rpartition(".")
-    near = difflib.get_close_matches(key, known, n=1)
-    way_out = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"there are {', '.join(known)}"
+    if near := difflib.get_close_matches(key, known, n=1):
+        way_out = f"did you mean {f'{parent}.' if parent else ''}{near[0]}?"
+    else:
+        way_out = f"there are {', '.join(known)}" if known else f"add it: +{full_key}=..."
     return f"{full_key}: there is no such key; {way_out}"
 
 
