@@ -180,6 +180,16 @@ def test_ctrl_c_ends_the_plans_that_have_begun(tmp_path: Path) -> None:
     assert ended.tracebacks == 0, ended.err
 
 
+def test_plans_end_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(USERS_MODULE)
+    command = Command(tmp_path, "-m", *USERS, "+data.does=sleep", "seed=0,1")
+    command.wait_until((tmp_path / "asleep").exists)
+    assert len(command.processes()) > 1
+    command.process.kill()
+    command.wait()  # asserts that no process is left
+    assert read_sweep(tmp_path / "sweep")[1][0].status == "running"  # for sweep.resume
+
+
 def predicted_with(*clusters: str) -> list[Prediction]:
     """What is predicted of equal runs, on 2 ranks."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
