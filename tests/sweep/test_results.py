@@ -77,6 +77,14 @@ def test_plans_have_their_peaks_whether_they_fit_and_their_communication(tmp_pat
     assert {row["perf.tokens_per_s"] for row in rows} == {None}
 
 
+@pytest.mark.parametrize(("fits", "retries", "word"), [
+    (True, 0, "yes"), (True, 2, "just"), (False, 0, "no"), (None, None, ""), (True, None, "yes"),
+])  # fmt: skip
+def test_a_plan_that_must_release_cached_memory_just_fits(tmp_path, fits, retries, word):
+    row = {"plan.fits": fits, "plan.alloc_retries": retries}
+    assert read_results(write_finished_sweep(tmp_path, mode="plan")).fits(row) == word
+
+
 def test_what_plan_fit_has_found_is_a_column(tmp_path):
     rows = written(write_fits(tmp_path, [3, None, 48]))
     assert [row["plan.fit.value"] for row in rows] == [3, None, 48]

@@ -8,7 +8,6 @@ from typing import Any
 from shardlab.run_folder import Status
 from shardlab.sweep.results import Results, Row
 
-_FITS = {True: "yes", False: "no", None: None}
 _BAD = (Status.oom.value, Status.killed.value, Status.failed.value)
 
 
@@ -69,7 +68,7 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
         size("predicted,\n", planned, sizes),
         figures("error,\n%", "plan.error_pct", "+z.1f"),
         size("capacity,\n", [row["plan.capacity_bytes"] for row in rows] if results.is_plan else [], sizes),
-        _Column("fits", [_FITS[row["plan.fits"]] for row in rows] if results.is_plan else []),
+        _Column("fits", [results.fits(row) or None for row in rows] if results.is_plan else []),
         figures("first\nloss", "loss.first", ".4f"),
         figures("last\nloss", "loss.last", ".4f"),
         figures("held-out\nloss", "eval.loss", ".4f"),

@@ -31,6 +31,7 @@ FIGURES = (
     "plan.reserved_peak_bytes",
     "plan.error_pct",
     "plan.fits",
+    "plan.alloc_retries",  # how often a plan on a full device must release what is cached
     "plan.capacity_bytes",
     "plan.fit.value",  # that plan.fit has found; `fit` in plan.json
     *COMMUNICATION,
@@ -115,6 +116,11 @@ class Results:
         """The peak by which jobs are compared: of reserved memory where there is any, else of allocated memory."""
         kind = "plan" if self.is_plan else "memory"
         return row[f"{kind}.reserved_peak_bytes"] or row[f"{kind}.allocated_peak_bytes"]
+
+    def fits(self, row: Row) -> str:
+        """Whether a planned run fits, in a word; `just` where it must release cached memory. Empty if not known."""
+        fits = "just" if row["plan.fits"] and row["plan.alloc_retries"] else row["plan.fits"]
+        return {"just": "just", True: "yes", False: "no", None: ""}[fits]
 
     def describe(self, row: Row) -> str:
         """What tells a job from the others, as overrides."""
@@ -207,6 +213,7 @@ def _figures(job: Job, *, is_plan: bool) -> dict[str, Any]:
         "plan.allocated_peak_bytes": peak.get("allocated_bytes"),
         "plan.reserved_peak_bytes": peak.get("reserved_bytes"),
         "plan.fits": plan.get("fits"),
+        "plan.alloc_retries": peak.get("alloc_retries"),
         "plan.capacity_bytes": plan.get("capacity_bytes"),
         "plan.fit.value": _at(plan, "fit.value"),
         "world_size": job.record.world_size,

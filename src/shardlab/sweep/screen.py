@@ -86,12 +86,11 @@ def _columns(results: Results, rows: Sequence[Row], front: set[int]) -> list[_Co
     ]
     peak = _Column("planned peak" if results.is_plan else "peak", [_size(results.peak_bytes(row)) for row in rows])
     if results.is_plan:
-        fits = {True: "yes", False: "no", None: ""}
         figures = [
             _Column(results.fit_name, [_number(row["plan.fit.value"], "d") for row in rows]),
             peak,
             _Column(_CAPACITY, [_size(row["plan.capacity_bytes"]) for row in rows], rank=1),
-            _Column("fits", [fits[row["plan.fits"]] for row in rows]),
+            _Column("fits", [results.fits(row) for row in rows]),
         ]
     else:
         figures = [
