@@ -20,8 +20,9 @@ _COMMON = {
     _aten.silu.default, _aten.silu_backward.default, _aten.sum.dim_IntList, _aten.view_as.default, _aten.clone.default,
     _aten.sigmoid.default, _aten._to_copy.default, _aten.empty_like.default, _aten.zeros_like.default,
     _aten.split_with_sizes.default, _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.fill_.Scalar,
+    _aten.add.Scalar, _aten.new_zeros.default,
 }  # fmt: skip
-_MAKES_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default}
+_MAKES = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default}  # of no other tensor
 _META = torch.device("meta")
 
 
@@ -57,7 +58,7 @@ class QuickFakeMode(FakeTensorMode):
             return args[0].device
         elif func in RANDOM_OPS:
             return args[0]  # nothing is made, and there are thousands when a model is initialised
-        elif func in _MAKES_EMPTY and not kwargs.get("pin_memory"):
+        elif func in _MAKES and not kwargs.get("pin_memory"):
             device = torch.device(kwargs.get("device") or "cpu")
             return self._on_meta(func, args, {**kwargs, "device": _META}, device)
         elif func.namespace == "profiler":
@@ -73,9 +74,9 @@ class QuickFakeMode(FakeTensorMode):
             out = func(*args, **kwargs)
         if isinstance(out, FakeTensor):  # an argument, changed in place
             return out
-        return (
-            [FakeTensor(self, part, device) for part in out] if isinstance(out, list) else FakeTensor(self, out, device)
-        )
+        if isinstance(out, torch.Tensor):
+            return FakeTensor(self, out, device)
+        return type(out)(FakeTensor(self, part, device) for part in out)
 
     def _grouped_mm(
         self,
