@@ -20,7 +20,7 @@ _COMMON = {
     _aten.silu.default, _aten.silu_backward.default, _aten.sum.dim_IntList, _aten.view_as.default, _aten.clone.default,
     _aten.sigmoid.default, _aten._to_copy.default, _aten.empty_like.default, _aten.zeros_like.default,
     _aten.split_with_sizes.default, _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.fill_.Scalar,
-    _aten.add.Scalar, _aten.new_zeros.default,
+    _aten.add.Scalar, _aten.new_zeros.default, _aten._fused_rms_norm.default, _aten._fused_rms_norm_backward.default,
 }  # fmt: skip
 _MAKES = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default}  # of no other tensor
 _META = torch.device("meta")
@@ -63,8 +63,10 @@ class QuickFakeMode(FakeTensorMode):
             return self._on_meta(func, args, {**kwargs, "device": _META}, device)
         elif func.namespace == "profiler":
             return func(*args, **kwargs)
-        elif func.namespace == "fsdp" and not func._schema.returns:
-            return None  # it copies into what is there
+        elif func.namespace in ("aten", "fsdp") and not func._schema.returns:
+            return None  # it writes into what is there: fused optimizers, and others that take lists
+        elif func.namespace == "fsdp":
+            return self._on_meta(func, args, kwargs, args[0][0].fake_device)
         elif func is _aten._grouped_mm.default and args[0].dtype == args[1].dtype:
             return self._grouped_mm(*args, **kwargs)
         return super().dispatch(func, types, args, kwargs)
@@ -72,11 +74,12 @@ class QuickFakeMode(FakeTensorMode):
     def _on_meta(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
-        if isinstance(out, FakeTensor):  # an argument, changed in place
-            return out
-        if isinstance(out, torch.Tensor):
-            return FakeTensor(self, out, device)
-        return type(out)(FakeTensor(self, part, device) for part in out)
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._faked(part, device) for part in out)
+        return self._faked(out, device)
+
+    def _faked(self, out: torch.Tensor, device: torch.device) -> FakeTensor:
+        return out if isinstance(out, FakeTensor) else FakeTensor(self, out, device)  # as it is: an argument
 
     def _grouped_mm(
         self,

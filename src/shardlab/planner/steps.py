@@ -3,7 +3,6 @@
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from shardlab.telemetry.ledger import Entry, Event, Ledger
@@ -100,4 +99,4 @@ def _record_again(ledger: Ledger, start: int, over: int, again: dict[Entry, Entr
         entry = event.entry
         if entry not in again:
             again[entry] = Entry(entry.device, entry.stream, entry.category, name=entry.name, made_from=entry.made_from)
-        ledger.events.append(replace(event, entry=again[entry]))
+        ledger.events.append(event._replace(entry=again[entry]))

@@ -50,14 +50,14 @@ _kept: dict[tuple[str, ...], DictConfig] = {}  # compositions by overrides, unti
 
 def keep_compositions(hydra_context: HydraContext) -> None:
     """Keeps what a sweeper composes to check the combinations, for `compose`: a tenth of a second each."""
-    loader = hydra_context.config_loader
+    loader: Any = hydra_context.config_loader
     load = loader.load_sweep_config
 
     def load_and_keep(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         composed = _kept[tuple(sweep_overrides)] = load(master_config, sweep_overrides)
         return composed
 
-    loader.load_sweep_config = load_and_keep  # type: ignore[method-assign]
+    loader.load_sweep_config = load_and_keep
 
 
 def compose(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -68,8 +68,7 @@ class Entry:
     made_from: Sequence["Entry | None"] = ()  # while building and updating: what an operator made it from
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A change of one storage's size: from 0 at its birth, to 0 at its death."""
 
     entry: Entry
