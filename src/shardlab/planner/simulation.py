@@ -4,7 +4,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,8 +95,8 @@ def _simulate(
             batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
             with ledger:
                 ledger.begin_step(batches)
-                with counter if step == 0 else nullcontext():
-                    built.step(batches)
+                ledger.on_collective = counter.count_collective if step == 0 else None
+                built.step(batches)
             del batches
     except ConfigError:
         raise

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -84,7 +85,7 @@ class StepCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._count_collective(func, args, out)
+            self.count_collective(func, args, out)
         elif FakeTensor in types:
             pass  # DTensor works out a result's global shape; no work of this rank
         elif formula := flop_registry.get(_SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)):
@@ -107,7 +108,14 @@ class StepCounter(TorchDispatchMode):
         """
         self.cost.add(key, amount)
 
-    def _count_collective(self, func, args, out) -> None:
+    def count_collective(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+        """Counts what a collective communicates, if it is one.
+
+        Args:
+            func: of PyTorch's `c10d` or `_c10d_functional`.
+            args: that it was called with.
+            out: its result.
+        """
         if _group_size(args) == 1:
             return  # nothing is sent
         name = func.overloadpacket.__name__.replace("_", "")

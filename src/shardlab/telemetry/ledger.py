@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.telemetry.collectives import is_waited_for, settled
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 ROOT_UNIT = "the root"  # the name of FSDP2's unit for what no other one has taken
 WINDOW_STEPS = 3  # of the memory window: optimizer state is born in the first step, so later ones peak higher
 
@@ -140,6 +142,7 @@ class Ledger(TorchDispatchMode):
         self.events: list[Event] = []
         self.step_starts: list[int] = []  # index in `events` where each step begins; before the first lies `build`
         self.forwards_left = 0  # in this step
+        self.on_collective: Callable[[OpOverload, Sequence[Any], Any], None] | None = None  # told of each one's result
         self.failed_at: tuple[str, str] | None = None  # the first operator that raised an error, and in which module
         self._phase = Phase.init
         self._born_as = Category.other
@@ -226,7 +229,10 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
         settles = self._fake_mode is None and self.device == "cpu" and is_waited_for(func, args)
         try:
-            out = settled(func, args, kwargs or {}) if settles else func(*args, **(kwargs or {}))
+            if self._fake_mode is not None:
+                out = _faked(func, types, args, kwargs or {})
+            else:
+                out = settled(func, args, kwargs or {}) if settles else func(*args, **(kwargs or {}))
         except Exception:
             self.failed_at = self.failed_at or (str(func).removesuffix(".default"), self._where()[1])
             raise
@@ -242,6 +248,8 @@ class Ledger(TorchDispatchMode):
             self._learn_from_fsdp(func.name(), args, kwargs, out)
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._label(tree_leaves(out), Category.communication, only_born_as=Category.activations)
+            if self.on_collective is not None:
+                self.on_collective(func, args, out)
         return out
 
     # Births, changes of size, deaths
@@ -378,6 +386,17 @@ class Ledger(TorchDispatchMode):
 
         setattr(ShardingPropagator, name, propagate)
         self._unpatch.append(lambda: setattr(ShardingPropagator, name, original))
+
+
+def _faked(func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Hands an operator to the fake mode, as PyTorch's dispatcher would, which takes a tenth of a plan for it."""
+    mode: Any = torch._C._unset_dispatch_mode(_FAKE)
+    if mode is None:
+        return func(*args, **kwargs)
+    try:
+        return mode.dispatch(func, types, args, kwargs)
+    finally:
+        torch._C._set_dispatch_mode(mode)
 
 
 @cache
