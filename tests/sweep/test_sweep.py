@@ -95,7 +95,7 @@ def test_a_job_runs_again_where_its_environment_has_changed(tmp_path: Path) -> N
         resume = ["sweep.resume=sweep"] if (tmp_path / "sweep").exists() else []
         ended = sweep(tmp_path, "mode=plan", f"+hydra.launcher.env={environment}", *resume).wait()
         assert ended.code == 0, ended.err
-        return "1 of them done before" in ended.out
+        return "1 of them done already" in ended.out
 
     assert [done_before(environment) for environment in ("{A: b, C: d}", "{C: d, A: b}", "{A: c, C: d}")] == [
         False, True, False
