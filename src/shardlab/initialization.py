@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn as nn
@@ -83,17 +84,16 @@ class _RowwiseInit(TorchDispatchMode):
         per_block = -(-global_rows // _BLOCKS)
         first, last = target.first_row, target.first_row + len(rows)
         starts = range(first - first % per_block, last, per_block)
-        stops = [min(start + per_block, global_rows) for start in starts]
-        mine = [slice(max(start, first), min(stop, last)) for start, stop in zip(starts, stops, strict=True)]
-        parts = rows.split([part.stop - part.start for part in mine])
+        parts = rows.split([stop - start for start, stop in pairwise([first, *starts[1:], last])])
         kwargs["generator"] = generator = torch.Generator(local.device)
-        for start, stop, part, own in zip(starts, stops, parts, mine, strict=True):
+        for start, part in zip(starts, parts, strict=False):  # where there are no rows, there may be one part of none
+            size = min(per_block, global_rows - start)
             generator.manual_seed(_seed(self.seed, target.name, draw, start // per_block))
-            if len(part) == stop - start:
+            if len(part) == size:
                 func(part, *args[1:], **kwargs)
             else:  # shared with another rank. Draw it whole: part of a block would not be the block's part
-                block = func(rows.new_empty((stop - start, *rows.shape[1:])), *args[1:], **kwargs)
-                part.copy_(block[own.start - start : own.stop - start])
+                block = func(rows.new_empty((size, *rows.shape[1:])), *args[1:], **kwargs)
+                part.copy_(block[max(0, first - start) :][: len(part)])
 
 
 @torch.no_grad()

@@ -121,8 +121,7 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
             "characters; see https://hydra.cc/docs/1.3/advanced/override_grammar/basic"
         )
     if isinstance(error, OSError) and error.filename and not isinstance(error, HydraException):
-        sweeps = any(argument in ("-m", _MULTIRUN) or argument.startswith("--mu") for argument in arguments)
-        key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
+        key = "hydra.sweep.dir" if any(map(_asks_for_multirun, arguments)) else "hydra.run.dir"
         return f"{key}={error.filename} cannot be made ({error.strerror}): name another folder"
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):
         groups = [argument for argument in arguments if _GROUP_OVERRIDE.match(argument)]
@@ -148,6 +147,10 @@ def no_such_key(full_key: str, known: Sequence[str]) -> str:
     else:
         way_out = f"there are {', '.join(known)}" if known else f"add it: +{full_key}=..."
     return f"{full_key}: there is no such key; {way_out}"
+
+
+def _asks_for_multirun(argument: str) -> bool:
+    return argument in ("-m", _MULTIRUN) or argument.startswith("--mu")
 
 
 def _lines(text: str) -> list[str]:
@@ -179,10 +182,8 @@ def prepare_arguments(argv: list[str]) -> None:
     arguments = parser.parse_intermixed_args(argv[1:])
     overrides = list(arguments.overrides)
     options = [argument for argument in argv[1:] if argument not in overrides]
-    if launched() and (arguments.multirun or _MULTIRUN in overrides):
-        others = [a for a in options if a != "-m" and not a.startswith("--mu")] + [
-            a for a in overrides if a != _MULTIRUN
-        ]
+    if launched() and any(map(_asks_for_multirun, argv[1:])):
+        others = [argument for argument in (*options, *overrides) if not _asks_for_multirun(argument)]
         raise ConfigError(
             "a multirun under torchrun would run the whole sweep on each rank: run "
             f"`python {shlex.join([argv[0], '-m', *others])}`"

@@ -61,8 +61,6 @@ class QuickFakeMode(FakeTensorMode):
         elif func in _MAKES and not kwargs.get("pin_memory"):
             device = torch.device(kwargs.get("device") or "cpu")
             return self._on_meta(func, args, {**kwargs, "device": _META}, device)
-        elif func.namespace == "profiler":
-            return func(*args, **kwargs)
         elif func.namespace in ("aten", "fsdp") and not func._schema.returns:
             return None  # it writes into what is there: fused optimizers, and others that take lists
         elif func.namespace == "fsdp":

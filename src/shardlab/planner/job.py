@@ -90,16 +90,7 @@ def plan(cfg: DictConfig, *, folder: RunFolder, choices: Mapping[str, str], in_s
         folder.write_summary(summary)
         verdict = fit.verdict if fit else None
         if config.plan.timeline or (config.plan.timeline is None and not in_sweep):
-            title = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
-            more = made.peak.allocated_bytes - ledger.peak().bytes
-            note = f"The planned peak of {format_gib(made.peak.allocated_bytes)} counts {format_gib(more)} more: whole "
-            note += "blocks of the caching allocator, and what it holds for cuBLAS."
-            write_timeline(
-                folder.timeline_file,
-                ledger,
-                title=f"Planned: {title} on {ranks_of(made, cluster)}",
-                note=note if more else "",
-            )
+            _write_timeline(folder, made, ledger, cluster, choices)
         show_plan(made, config, cluster, states=states, fit=verdict, choices=choices, file=str(file))
         if wanted and (config.plan.changes or _is_worth_a_change(made)):
             seconds = time.monotonic() - began if config.plan.changes is None else None
@@ -123,6 +114,19 @@ def _write(record: Mapping[str, Any], folder: RunFolder) -> Path:
     file = folder.path / "plan.json"
     write_json(file, record)
     return file
+
+
+def _write_timeline(
+    folder: RunFolder, made: Plan, ledger: Ledger, cluster: ClusterConfig, choices: Mapping[str, str]
+) -> None:
+    run = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
+    peak_bytes, note = made.peak.allocated_bytes, ""
+    if more_bytes := peak_bytes - ledger.peak().bytes:
+        note = (
+            f"The planned peak of {format_gib(peak_bytes)} counts {format_gib(more_bytes)} more: whole blocks of the "
+            "caching allocator, and what it holds for cuBLAS."
+        )
+    write_timeline(folder.timeline_file, ledger, title=f"Planned: {run} on {ranks_of(made, cluster)}", note=note)
 
 
 @dataclass(frozen=True)

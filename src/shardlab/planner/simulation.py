@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +28,7 @@ from shardlab.planner.fake_mode import QuickFakeMode
 from shardlab.planner.steps import RepeatedMicroBatches, repeat_step
 from shardlab.sharding import make_mesh
 from shardlab.targets import make
-from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, StepCounter
+from shardlab.telemetry import WINDOW_STEPS, Ledger, StepCost, communicated
 
 log = logging.getLogger(__name__)
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints what it raises, too
@@ -95,7 +97,7 @@ def _simulate(
             batches = [_batch(sample, config.train.micro_batch) for _ in range(config.accumulation.steps or 1)]
             with ledger:
                 ledger.begin_step(batches)
-                ledger.on_collective = counter.count_collective if step == 0 else None
+                ledger.on_collective = counter.count if step == 0 else None
                 built.step(batches)
             del batches
     except ConfigError:
@@ -130,22 +132,23 @@ def _line_of(error: BaseException) -> str:
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
-class _Counter(StepCounter):
-    """Keeps when each thing was counted."""
+class _Counter:
+    """What the collectives of a step communicate, and when."""
 
     def __init__(self, ledger: Ledger):
-        super().__init__()
         self.counts: list[Count] = []
         self._ledger = ledger
 
-    def count(self, key: str, amount: int, tensor: torch.Tensor | None = None) -> None:
-        entry = None if tensor is None else self._ledger.entry_of(tensor)
-        self.counts.append(Count(len(self._ledger.events), key, amount, entry))
+    def count(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+        if sent := communicated(func, args, out):
+            collective, tensor = sent
+            entry = self._ledger.entry_of(tensor)
+            self.counts.append(Count(len(self._ledger.events), collective, tensor.nbytes, entry))
 
-    def repeat(self, start: int, end: int, shift: int) -> None:
-        """Counts once more what was counted between two events, as many events later."""
+    def repeat(self, start: int, end: int) -> None:
+        """Counts once more what was counted between two events, which have been recorded again behind them."""
         inside = [count for count in self.counts if start <= count.position < end]
-        self.counts += [replace(count, position=count.position + shift) for count in inside]
+        self.counts += [replace(count, position=count.position + end - start) for count in inside]
 
 
 def _sample(config: Config) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,12 +26,13 @@ def repeat_step(ledger: Ledger) -> bool:
     replaced: defaultdict[tuple, list[Entry]] = defaultdict(list)  # those that are gone, or new, by size and kind
     replacing: defaultdict[tuple, list[Entry]] = defaultdict(list)
     for entry, (found, left) in _found_and_left(ledger.events[start:]).items():
-        if found and left and found != left:
+        if found == left:
+            continue
+        if found and left:
             return False
-        if found != left:
-            kind = found or left, entry.category, entry.device, entry.stream
-            (replaced if found else replacing)[kind].append(entry)
-            again.pop(entry, None)
+        kind = found or left, entry.category, entry.device, entry.stream
+        (replaced if found else replacing)[kind].append(entry)
+        again.pop(entry, None)
     if {kind: len(entries) for kind, entries in replaced.items()} != {k: len(e) for k, e in replacing.items()}:
         return False
     for kind, entries in replaced.items():
@@ -48,13 +49,13 @@ class RepeatedMicroBatches:
     since gradients are born in it. The last one, which reduces them, is always simulated.
     """
 
-    def __init__(self, micro_batch: Callable[..., None], ledger: Ledger, repeated: Callable[[int, int, int], None]):
+    def __init__(self, micro_batch: Callable[..., None], ledger: Ledger, repeated: Callable[[int, int], None]):
         """
         Args:
             micro_batch: of the step.
             ledger: that records it.
             repeated: is told of what has been recorded again, by indices in the ledger's events: where that begins and
-                ends, and by how much it lies further on.
+                ends. It lies right behind.
         """
         self._micro_batch = micro_batch
         self._ledger = ledger
@@ -80,7 +81,7 @@ class RepeatedMicroBatches:
         self._looked_at = start
         _record_again(self._ledger, start, over, {entry: entry for entry in sizes if entry in self._known})
         self._ledger.forwards_left -= 1
-        self._repeated(start, over, over - start)
+        self._repeated(start, over)
         return True
 
 

@@ -44,9 +44,8 @@ def _verdict(
         return ended.said
     if ended.timed_out:
         return Status.failed, f"not finished after hydra.launcher.timeout_s={timeout_s:g}"
-    if (
-        interrupted
-    ):  # before what was killed: a second signal kills what has not ended, and torchrun ranks that are stuck
+    # Before what was killed: a second signal kills what has not ended, and torchrun ranks that are stuck.
+    if interrupted:
         return Status.interrupted, None
     killed = [rank for rank, code in ended.exit_codes.items() if code == -signal.SIGKILL]
     if killed or ended.code == -signal.SIGKILL:

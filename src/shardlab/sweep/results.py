@@ -119,8 +119,9 @@ class Results:
 
     def fits(self, row: Row) -> str:
         """Whether a planned run fits, in a word; `just` where it must release cached memory. Empty if not known."""
-        fits = "just" if row["plan.fits"] and row["plan.alloc_retries"] else row["plan.fits"]
-        return {"just": "just", True: "yes", False: "no", None: ""}[fits]
+        if row["plan.fits"] and row["plan.alloc_retries"]:
+            return "just"
+        return {True: "yes", False: "no", None: ""}[row["plan.fits"]]
 
     def describe(self, row: Row) -> str:
         """What tells a job from the others, as overrides."""

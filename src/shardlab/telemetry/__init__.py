@@ -3,7 +3,7 @@
 `telemetry.quality` is imported by itself: torchmetrics takes a second, which a plan has no use for.
 """
 
-from shardlab.telemetry.counter import StepCost, StepCounter
+from shardlab.telemetry.counter import StepCost, StepCounter, communicated
 from shardlab.telemetry.ledger import WINDOW_STEPS, Ledger
 from shardlab.telemetry.memory import MemoryMeter, reduce_over_ranks
 from shardlab.telemetry.throughput import Throughput
@@ -15,5 +15,6 @@ __all__ = [
     "StepCost",
     "StepCounter",
     "Throughput",
+    "communicated",
     "reduce_over_ranks",
 ]

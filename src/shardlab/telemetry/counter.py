@@ -75,56 +75,48 @@ class StepCounter(TorchDispatchMode):
             hook.remove()
         return super().__exit__(*exception)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in the ledger
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor takes itself apart, and what it does to local tensors is seen here
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.count_collective(func, args, out)
+            if sent := communicated(func, args, out):
+                collective, tensor = sent
+                self.cost.add(collective, tensor.nbytes)
         elif FakeTensor in types:
             pass  # DTensor works out a result's global shape; no work of this rank
         elif formula := flop_registry.get(_SAME_FORMULA.get(func.overloadpacket, func.overloadpacket)):
             flops = formula(*args, **kwargs, out_val=out)
-            self.count("flops", flops)
+            self.cost.add("flops", flops)
             if self._optimizing:
-                self.count("optimizer_flops", flops)
+                self.cost.add("optimizer_flops", flops)
             # Backward formulas run with grad mode off; checkpointing turns it on to run a block's forward again.
             elif torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
-                self.count("recomputed_flops", flops)
+                self.cost.add("recomputed_flops", flops)
         return out
 
-    def count(self, key: str, amount: int, tensor: torch.Tensor | None = None) -> None:
-        """Adds to the cost.
 
-        Args:
-            key: of `StepCost.add`.
-            amount: FLOPs or bytes.
-            tensor: what a collective sends, or receives: whichever is unsharded.
-        """
-        self.cost.add(key, amount)
+def communicated(func: OpOverload, args: Sequence[Any], out: Any) -> tuple[str, torch.Tensor] | None:
+    """What a collective sends or receives, whichever is unsharded.
 
-    def count_collective(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """Counts what a collective communicates, if it is one.
+    Args:
+        func: of PyTorch's `c10d` or `_c10d_functional`.
+        args: that it was called with.
+        out: its result.
 
-        Args:
-            func: of PyTorch's `c10d` or `_c10d_functional`.
-            args: that it was called with.
-            out: its result.
-        """
-        if _group_size(args) == 1:
-            return  # nothing is sent
-        name = func.overloadpacket.__name__.replace("_", "")
-        for part, collective in _COLLECTIVES.items():
-            if part in name:
-                tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
-                if tensors:  # inputs and outputs alike; the largest is the unsharded side
-                    largest = max(tensors, key=lambda tensor: tensor.nbytes)
-                    self.count(collective, largest.nbytes, largest)
+    Returns:
+        Key of `StepCost.comm_bytes`, and the tensor; None for other operators, and where nothing is sent.
+    """
+    if _group_size(args) == 1:
+        return None
+    name = func.overloadpacket.__name__.replace("_", "")
+    for part, collective in _COLLECTIVES.items():
+        if part in name:
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            # Inputs and outputs alike; the largest is the unsharded side.
+            return (collective, max(tensors, key=lambda tensor: tensor.nbytes)) if tensors else None
+    return None
 
 
 def _group_size(args: Sequence[Any]) -> int:
