@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from shardlab.planner.simulation import simulate
-from shardlab.telemetry.ledger import Category
+from shardlab.telemetry.events import Category
 from tests.ranks import one_process
 from tests.training import config_of
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardlab.planner.steps import repeat_step
-from shardlab.telemetry.ledger import Category, Entry, Event, Phase
+from shardlab.telemetry.events import Category, Entry, Event, Phase
 
 
 def ledger_of(*changes: tuple[Entry, int, int]) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import torch
 
 from shardlab.device import Cpu
 from shardlab.telemetry import Ledger, MemoryMeter, collectives, reduce_over_ranks
-from shardlab.telemetry.ledger import Phase
+from shardlab.telemetry.events import Phase
 from shardlab.telemetry.memory import storage_nbytes
 from tests.training import CPU, batches_of, built_from, config_of, recorded_run
 

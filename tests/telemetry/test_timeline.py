@@ -8,7 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardlab.telemetry.ledger import Category, Entry, Event, Ledger, Phase
+from shardlab.telemetry.events import Category, Entry, Event, Phase
+from shardlab.telemetry.ledger import Ledger
 from shardlab.telemetry.timeline import MAX_POINTS, write_timeline
 from tests.training import CPU, recorded_run
 

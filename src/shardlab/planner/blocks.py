@@ -19,7 +19,8 @@ import torch.nn as nn
 
 from shardlab.config import Config
 from shardlab.sharding import find_blocks, match_modules
-from shardlab.telemetry.ledger import Entry, Event, Ledger, Phase
+from shardlab.telemetry.events import Entry, Event, Phase
+from shardlab.telemetry.ledger import Ledger
 
 KEPT = 6  # blocks: the first and the last two, which FSDP2 treats otherwise, and two inner ones to compare
 _REPEATED = 2  # the inner block whose record is repeated; the next one must have the same

@@ -12,7 +12,8 @@ from shardlab.config import Config
 from shardlab.planner.allocator import CachingAllocator, CublasWorkspaces, OutOfMemory
 from shardlab.planner.cluster import ClusterConfig, ClusterDevice
 from shardlab.planner.simulation import simulate
-from shardlab.telemetry.ledger import ROOT_UNIT, Category, Entry, Event, Ledger, Phase, peak_of
+from shardlab.telemetry.events import Category, Entry, Event, Phase, peak_of
+from shardlab.telemetry.ledger import ROOT_UNIT, Ledger
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shardlab.telemetry.ledger import Entry, Event, Ledger
+from shardlab.telemetry.events import Entry, Event
+from shardlab.telemetry.ledger import Ledger
 
 
 def repeat_step(ledger: Ledger) -> bool:

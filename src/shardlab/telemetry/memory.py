@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardlab.device import Device, host_rss_bytes, host_rss_peak_bytes
-from shardlab.telemetry.ledger import WINDOW_STEPS, Ledger, Peak
+from shardlab.telemetry.events import Peak
+from shardlab.telemetry.ledger import WINDOW_STEPS, Ledger
 
 GIB = 1 << 30
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.telemetry.ledger import Category, Event, Ledger
+from shardlab.telemetry.events import Category, Event
+from shardlab.telemetry.ledger import Ledger
 from shardlab.telemetry.memory import GIB
 
 MAX_POINTS = 4000  # drawn of a view: more than a screen has pixels
