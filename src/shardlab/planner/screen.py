@@ -41,7 +41,7 @@ def show_plan(
     train, steps, seq_len = config.train, config.accumulation.steps, config.data.get("seq_len")
     batch = format_batch(train.micro_batch, steps or 1, made.world_size)
     where = f"in {peak.phase}" + (f" of {peak.module}" if peak.module else "")
-    rows = [("plan", _verdict(made, cluster))]
+    rows = [("plan", _verdict(made, cluster, steps=min(WINDOW_STEPS, train.steps)))]
     if fit:
         rows.append(("fit", fit))
     if states is not None:
@@ -102,14 +102,15 @@ def show_changes(changes: Sequence[Change], *, planned: int, left: int) -> None:
     print(flush=True)
 
 
-def _verdict(made: Plan, cluster: ClusterConfig) -> str:
+def _verdict(made: Plan, cluster: ClusterConfig, *, steps: int) -> str:
     peak, ranks = made.peak, ranks_of(made, cluster)
     if made.capacity_bytes is None or made.headroom_bytes is None:
         return f"{format_gib(peak.needed_bytes)} on each of {ranks}"
     fits = f"fits, with {format_gib(made.headroom_bytes)} to spare"
     if peak.alloc_retries:
         times = "once" if peak.alloc_retries == 1 else f"{peak.alloc_retries} times"
-        fits = f"just fits: cached memory must be released {times} in {WINDOW_STEPS} steps, which takes time"
+        within = "the step" if steps == 1 else f"{steps} steps"
+        fits = f"just fits: cached memory must be released {times} in {within}, which takes time"
     lacks = f"does not fit: {format_gib(-made.headroom_bytes)} too much"
     of = f"{format_gib(peak.needed_bytes)} of {format_gib(made.capacity_bytes)} on each of {ranks}"
     return f"{fits if made.fits else lacks} ({of})"
