@@ -168,12 +168,12 @@ class _Irregular(Exception):
 
 @dataclass(frozen=True)
 class Count:
-    """Something that was counted while the record was made: FLOPs, or communicated bytes."""
+    """Bytes that a collective communicated while the record was made."""
 
     position: int  # number of events before it
-    key: str
+    key: str  # of `StepCost.comm_bytes`
     amount: int
-    entry: Entry | None = None  # the storage whose bytes were communicated
+    entry: Entry | None = None  # the storage whose bytes these are
 
 
 def lengthen(ledger: Ledger, counts: Sequence[Count], blocks: Blocks) -> tuple[Ledger, Sequence[Count]] | None:
